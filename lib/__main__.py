@@ -1,8 +1,8 @@
 """`python -m lib COMMAND`: the command line.
 
-`COMMANDS` names for each command the function that runs it. It is imported only when the command is
-used, so that help comes at once; its argument `config`, if it has one, is a dataclass whose fields
-become the command's flags.
+`COMMANDS`, in three groups, names for each command the function that runs it. It is imported only
+when the command is used, so that help comes at once; its argument `config`, if it has one, is a
+dataclass whose fields become the command's flags.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from lib.core.flags import field_paths, short_help, suggestion
 from lib.core.terminal import one_line, prepare_streams, reader_is_gone
 
 T = TypeVar("T")
+log = logging.getLogger("lib")
 
 # Pipelines with a name: `--config tiny`.
 PRESETS = Path(__file__).resolve().parent / "presets"
 HELP = ("-h", "--help")
+HELP_ALL = "--help-all"
 # Rounds in which PyTorch's threads wait for one another before they sleep (libgomp). With its own
 # default, two other busy programs can make a step fifty times slower. Torch's import reads it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -58,7 +61,8 @@ STARTS_OVER = "the same command starts over"
 RESUMES = "what was measured is kept, and the same command continues from there"
 CONTINUES = "what was done and saved is kept, and the same command continues from there"
 
-COMMANDS: dict[str, Command] = {
+# Commands that learners and experimenters use.
+USE: dict[str, Command] = {
     "pipeline": Command(
         "Corpus, tokenizer, token arrays, training and a sample, in one go.",
         "lib.training.commands:pipeline",
@@ -102,64 +106,35 @@ COMMANDS: dict[str, Command] = {
         interrupted="finished pages are in the report; the same command runs all notebooks again",
     ),
     "exercises": Command(
-        "Run the notebooks and list which exercises are solved.",
-        "lib.tools.publish.exercise_report:report_exercises",
+        "Run the notebooks and list which exercises are solved, yours or all that were handed in.",
+        "lib.tools.publish.submissions:exercises",
     ),
     "notebooks copy": Command(
         "Make your copies of the notebooks in work/, or bring them up to date.",
-        "lib.tools.publish.readers_copies:update_copies",
+        "lib.tools.publish.readers_copies:copy_notebooks",
     ),
-    "notebooks refresh": Command(
-        "Run notebooks and store their outputs in them, as they are committed.",
-        "lib.tools.publish.run_notebooks:refresh_notebooks",
+    "race": Command(
+        "Race a recipe to the target, three seeds in fresh processes; keep it on your board.",
+        "lib.lessons.speedrun.commands:race",
+        word="entry",
     ),
-    "notebooks clean": Command(
-        "Bring the notebooks' metadata into the form that is committed, without running them.",
-        "lib.tools.publish.run_notebooks:clean_notebooks",
+    "race card": Command(
+        "Draw one picture of an entry: curves, story, what it changes, seconds.",
+        "lib.lessons.speedrun.commands:card",
+        word="entry",
     ),
-    "lessons story": Command(
-        "Make a story model like the committed one from a training run.",
-        "lib.lessons.start.story:keep",
-        prints="{config.output}",
-        word="run",
+    "kaggle build": Command(
+        "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
+        "lib.tools.publish.kaggle:build",
     ),
-    "lessons broken-runs": Command(
-        "Train the broken runs that notebook 03 shows, and record them.",
-        "lib.lessons.training.broken:record_broken_runs",
+    "kaggle push": Command(
+        "Upload the folder that `kaggle build` made, with Kaggle's own client.",
+        "lib.tools.publish.kaggle:push",
     ),
-    "lessons museum": Command(
-        "Train the broken runs of notebook 12's museum, and record their symptoms.",
-        "lib.lessons.speedrun.museum:record_museum",
-    ),
-    "lessons band": Command(
-        "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
-        "lib.lessons.training.band:record_band",
-        prints="{result}",
-    ),
-    "lessons ablation": Command(
-        "Train the variants of notebook 02's model, three seeds each, for its record.",
-        "lib.lessons.model.ablation:run_ablations",
-        interrupted=RESUMES,
-    ),
-    "lessons llama": Command(
-        "Record logits of `transformers` for notebook 02.",
-        "lib.lessons.model.llama_record:save_logits",
-    ),
-    "lessons ladder": Command(
-        "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
-        "lib.lessons.flash_attention.ladder_triton:measure_ladder",
-    ),
-    "lessons gpu-steps": Command(
-        "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 08.",
-        "lib.lessons.ddp.gpu_steps:record_steps",
-        on_ranks=True,
-    ),
-    "lessons mesh-steps": Command(
-        "Time pipelines and ring attention on GPUs, for notebook 11.",
-        "lib.lessons.mesh.gpus:record_mesh_steps",
-        prints="{result}",
-        on_ranks=True,
-    ),
+}
+
+# Those that measure a machine, or our code beside the best other.
+MEASURE: dict[str, Command] = {
     "benchmark tokenizer": Command(
         "Measure the tokenizer against its peers.",
         "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
@@ -194,10 +169,6 @@ COMMANDS: dict[str, Command] = {
         "Measure memory and time of sharded optimizers, in training on several ranks.",
         "lib.tools.benchmarks.sharding:benchmark_sharding",
     ),
-    "benchmark headline": Command(
-        "Fill the README's table of results from the records.",
-        "lib.tools.benchmarks.headline:fill_pages",
-    ),
     "profile": Command(
         "Profile training steps: time by kernel, idle gaps, memory by category.",
         "lib.profiling.profiler:profile",
@@ -211,15 +182,68 @@ COMMANDS: dict[str, Command] = {
         "Predict tokens/s, MFU and memory of a training run on one to eight GPUs.",
         "lib.tools.predict:print_predictions",
     ),
-    "race": Command(
-        "Race a recipe to the target, three seeds in fresh processes; keep it on your board.",
-        "lib.lessons.speedrun.commands:race",
-        word="entry",
+}
+
+# Those that keep the workbook's own notebooks, models and records.
+MAINTAIN: dict[str, Command] = {
+    "notebooks refresh": Command(
+        "Run notebooks and store their outputs in them, as they are committed.",
+        "lib.tools.publish.run_notebooks:refresh_notebooks",
     ),
-    "race card": Command(
-        "Draw one picture of an entry: curves, story, what it changes, seconds.",
-        "lib.lessons.speedrun.commands:card",
-        word="entry",
+    "notebooks clean": Command(
+        "Bring the notebooks' metadata into the form that is committed, without running them.",
+        "lib.tools.publish.run_notebooks:clean_notebooks",
+    ),
+    "lessons story": Command(
+        "Make a story model like the committed one from a training run.",
+        "lib.lessons.start.story:keep",
+        prints="{config.output}",
+        word="run",
+    ),
+    "lessons broken-runs": Command(
+        "Train the broken runs that notebook 03 shows, and record them.",
+        "lib.lessons.training.broken:record_broken_runs",
+    ),
+    "lessons band": Command(
+        "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
+        "lib.lessons.training.band:record_band",
+        prints="{result}",
+    ),
+    "lessons ablation": Command(
+        "Train the variants of notebook 02's model, three seeds each, for its record.",
+        "lib.lessons.model.ablation:run_ablations",
+        interrupted=RESUMES,
+    ),
+    "lessons llama": Command(
+        "Record logits of `transformers` for notebook 03.",
+        "lib.lessons.model.llama_record:save_logits",
+    ),
+    "lessons museum": Command(
+        "Train the broken runs of notebook 12's museum, and record their symptoms.",
+        "lib.lessons.speedrun.museum:record_museum",
+    ),
+    "lessons kernels": Command(
+        "Time the kernels of notebook 05 and PyTorch's on a GPU.",
+        "lib.lessons.triton.kernel_times_triton:measure_kernels",
+    ),
+    "lessons ladder": Command(
+        "Measure the versions of attention of notebooks 06 and 07, on a Hopper GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_ladder",
+    ),
+    "lessons tiles": Command(
+        "Measure notebook 06's attention kernel in tiles of many sizes, on a GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_tiles",
+    ),
+    "lessons gpu-steps": Command(
+        "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 08.",
+        "lib.lessons.ddp.gpu_steps:record_steps",
+        on_ranks=True,
+    ),
+    "lessons mesh-steps": Command(
+        "Time pipelines and ring attention on GPUs, for notebook 11.",
+        "lib.lessons.mesh.gpus:record_mesh_steps",
+        prints="{result}",
+        on_ranks=True,
     ),
     "race board": Command(
         "Make the committed leaderboard anew from its records.",
@@ -236,15 +260,19 @@ COMMANDS: dict[str, Command] = {
         prints="{result}",
         interrupted=RESUMES,
     ),
-    "kaggle build": Command(
-        "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
-        "lib.tools.publish.kaggle:build",
-    ),
-    "kaggle push": Command(
-        "Upload the folder that `kaggle build` made, with Kaggle's own client.",
-        "lib.tools.publish.kaggle:push",
+    "benchmark headline": Command(
+        "Fill the README's table of results from the records.",
+        "lib.tools.benchmarks.headline:fill_pages",
     ),
 }
+
+GROUPS = {
+    "Use: data, training, notebooks": USE,
+    "Measure: this machine, and our code beside the best other": MEASURE,
+    "Maintain: the workbook's own notebooks and records": MAINTAIN,
+}
+COMMANDS = USE | MEASURE | MAINTAIN
+WIDTH = max(map(len, COMMANDS))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -274,7 +302,7 @@ def run_line(arguments: list[str], is_debug: bool) -> int:
     """`main`, to a standard output that takes what is printed."""
     logging.basicConfig(format="%(message)s", handlers=[LogAboveBars()])
     # other libraries only warn
-    logging.getLogger("lib").setLevel(logging.INFO)
+    log.setLevel(logging.INFO)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in HELP:
@@ -290,6 +318,10 @@ def run_line(arguments: list[str], is_debug: bool) -> int:
         return 0
     try:
         name, flags = find_command(arguments)
+        if name == "train" and any(flag.split("=")[0] == "--corpus" for flag in flags):
+            # own text: its tokens are made first
+            log.info("--corpus: running pipeline, which makes its tokens and then trains")
+            name = "pipeline"
         if not COMMANDS[name].on_ranks or "RANK" not in os.environ:
             return run_command(name, flags)
         from lib.ddp.launcher import run_as_rank
@@ -340,20 +372,13 @@ def groups() -> set[str]:
 
 def overview(group: str = "") -> str:
     """The text of bare `python -m lib`, or of the commands that begin with `group`."""
-    shown = {name: each for name, each in COMMANDS.items() if f"{name} ".startswith(f"{group} ")}
-    shown = shown if group else COMMANDS
-    width = max(map(len, shown))
-    lines = [f"  {name:{width}}  {command.help}" for name, command in shown.items()]
+    shown = {name: each for name, each in COMMANDS.items() if name.startswith(f"{group} ")}
     command = f"{group} COMMAND" if group else "COMMAND"
-    return "\n".join(
-        [
-            f"usage: python -m lib {command} [--config FILE.json] [--FLAG VALUE ...]",
-            "",
-            *lines,
-            "",
-            f"python -m lib {command} --help lists the flags of a command.",
-        ]
-    )
+    lines = [f"usage: python -m lib {command} [--config FILE.json] [--FLAG VALUE ...]"]
+    for title, commands in {"": shown}.items() if group else GROUPS.items():
+        lines += ["", *([title] if title else [])]
+        lines += [f"  {name:{WIDTH}}  {each.help}" for name, each in commands.items()]
+    return "\n".join([*lines, "", f"python -m lib {command} --help lists the flags of a command."])
 
 
 def find_command(arguments: list[str]) -> tuple[str, list[str]]:
@@ -442,23 +467,31 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     """`parse` in this process, whatever happens in others."""
     import argparse
 
-    import tyro
-
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
     given, flags = before.parse_known_args(flags)
-    flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
+    default = cls() if given.config is None else read_config(cls, given.config)
     presets = f" or a preset ({', '.join(preset_files())})" if cls.__name__ in PIPELINE else ""
     note = (
         f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"
         "A flag may omit everything before its last dot. --debug: tracebacks."
     )
+    if {*HELP} & {*flags}:
+        print(f"usage: python -m lib {command} [FLAGS]\n\n{COMMANDS[command].help}\n\n{note}")
+        print(
+            f"--help-all: each flag's whole text and its choices.\n\n{short_help(default)}".rstrip()
+        )
+        raise SystemExit(0)
+    flags = ["--help" if flag == HELP_ALL else flag for flag in flags]
+    flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
+    import tyro
+
     return tyro.cli(
         cls,
         prog=f"python -m lib {command}",
         description=f"{COMMANDS[command].help}\n\n{note}",
         args=[full_flag(cls, flag, command) for flag in flags],
-        default=cls() if given.config is None else read_config(cls, given.config),
+        default=default,
         use_underscores=True,
         registry=number_flags(),
     )
@@ -567,39 +600,22 @@ def full_flag(cls: type, flag: str, command: str) -> str:
 
 
 def hint_for(name: str, found: dict[str, list[str]], cls: type) -> str:
-    """The flag that a user may have meant by `name`, given the `field_paths` found in `cls`."""
-    import difflib
-
-    # a step of the pipeline may be given the flag of another one
-    steps = [
-        step for step in ("pipeline", "tokenize", "train", "generate") if cls.__name__ in PIPELINE
-    ]
-    owners = [
-        step
-        for step in steps
-        if name in field_paths(config_of(load(COMMANDS[step].function)) or NoConfig)
-    ]
-    if owners:
-        return f"{' and '.join(owners)} {'have' if len(owners) > 1 else 'has'} it"
-    known = [*found, *(path for paths in found.values() for path in paths)]
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"did you mean --{close[0]}?"
-    return f"it has {', '.join(f'--{each}' for each in found) or 'none'}"
+    """What a user may have meant by `name`, given the `field_paths` of `cls`, or who has it."""
+    meant = suggestion(name, found)
+    owners = ", ".join(owners_of(name, cls))
+    hints = [f"did you mean --{meant}?"] if meant else []
+    hints += [f"{owners} {'have' if ',' in owners else 'has'} it"] if owners else []
+    return "; ".join(hints) or f"it has {', '.join(f'--{each}' for each in found) or 'none'}"
 
 
-def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
-    """Each field's name, in `cls` and the dataclasses in it -> its paths, with dots."""
-    import typing
-
-    paths: dict[str, list[str]] = {}
-    for name, kind in typing.get_type_hints(cls).items():
-        inner = {name: [prefix + name]}
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            inner = field_paths(kind, f"{prefix}{name}.")
-        for key, found in inner.items():
-            paths[key] = paths.get(key, []) + found
-    return paths
+def owners_of(name: str, cls: type) -> list[str]:
+    """The commands that have a flag called `name`: of the pipeline's steps, or benchmarks."""
+    if cls.__name__ in PIPELINE:
+        near = ["pipeline", "tokenize", "train", "generate"]
+    else:
+        near = [command for command in MEASURE if command.startswith("benchmark")]
+    configs = {command: config_of(load(COMMANDS[command].function)) for command in near}
+    return [command for command in near if name in field_paths(configs[command] or NoConfig)]
 
 
 # Errors

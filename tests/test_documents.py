@@ -11,9 +11,11 @@ from lib.__main__ import Command, config_of, load
 from lib.core.settings import PositiveInt, settings
 from lib.tools.benchmarks import harness
 from lib.tools.benchmarks.sections import Report
+from lib.tools.publish.submissions import POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "lib/README.md", "artifacts/README.md", ".github/CONTRIBUTING.md")
+DOCUMENTS = ["README.md", "AGENTS.md", "lib/README.md", "artifacts/README.md"]
+DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(".github/*.md"))
 
 
 def read(name: str) -> str:
@@ -35,6 +37,27 @@ def test_links_between_documents_lead_to_files(name):
     links = re.findall(r"\]\(([^)#\s]+)", read(name))
     here = (ROOT / name).parent
     assert [x for x in links if "://" not in x and not (here / x).exists()] == []
+
+
+def test_the_syllabus_asks_for_every_essential_exercise_and_counts_its_points():
+    asked, notebooks = set(), sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    essential = {
+        (path.name[:2], number): POINTS[tier]
+        for path in notebooks
+        for number, tier in re.findall(
+            r"### (?:Exercise|Puzzle) (\d+) \(([\w-]+)\)", path.read_text(encoding="utf-8")
+        )
+        if tier in ("warm-up", "core")
+    }
+    rows = re.findall(
+        r"^\| \d+ \|.*\| (.+) \| (\d+) \|$", read(".github/SYLLABUS.md"), re.MULTILINE
+    )
+    for exercises, points in rows:
+        parts = [part.split(": ") for part in exercises.split("; ")]
+        here = {(name, number) for name, numbers in parts for number in numbers.split(", ")}
+        assert sum(essential[each] for each in here) == int(points), exercises
+        asked |= here
+    assert sorted(essential.keys() - asked) == []
 
 
 def is_there(name: str) -> bool:
@@ -73,3 +96,7 @@ def test_the_benchmark_that_is_shown_is_a_command_as_it_is_added(monkeypatch):
     exec(source, vars(module))
     (command,) = eval(f"{{{entry}}}", {"Command": Command}).values()
     assert config_of(load(command.function)) is module.SoftmaxConfig
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len(read("README.md").split()) <= 700

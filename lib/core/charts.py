@@ -328,11 +328,14 @@ def roofline(
     Args:
         flops_per_s, bytes_per_s: the highest rates of arithmetic and of memory.
         points: name -> (arithmetic intensity in FLOP/byte, rate in FLOP/s).
+        legend: as elsewhere, or "direct": each point has its name beside it.
     """
     ridge = flops_per_s / bytes_per_s
     unit, divisor = ("TFLOP/s", 1e12) if flops_per_s >= 1e13 else ("GFLOP/s", 1e9)
     intensities = [intensity for intensity, _ in points.values()] or [ridge / 300]
     low, high = min(*intensities, ridge) / 3, max(*intensities, ridge) * 4
+    # names need room
+    high *= 4 if legend == "direct" else 1
     labels = ("arithmetic intensity (FLOP/byte)", f"performance ({unit})")
     with _canvas(axes, size, title, *labels) as axes:
         x = np.array([low, ridge, high])
@@ -349,7 +352,25 @@ def roofline(
         lowest = min([rate / divisor for _, rate in points.values()], default=roof[0])
         axes.set(xscale="log", yscale="log")
         axes.set(xlim=(low, high), ylim=(min(lowest, roof[0]) / 2, roof[-1] * 2.5))
-        _add_legend(axes, legend)
+        if legend == "direct":
+            _name_points(axes, {name: (x, rate / divisor) for name, (x, rate) in points.items()})
+        else:
+            _add_legend(axes, legend)
+
+
+def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write the name of each point beside it, one below the other where points are close."""
+    axes.figure.draw_without_rendering()
+    placed: list[tuple[float, float]] = []
+    for name, point in sorted(points.items(), key=lambda item: -item[1][1]):
+        x, y = axes.transData.transform(point)
+        text_y = y
+        while any(abs(a - x) < 160 and abs(b - text_y) < 15 for a, b in placed):
+            text_y -= 1
+        placed.append((x, text_y))
+        offset = (9, (text_y - y) * 72 / axes.figure.dpi)
+        how: dict = {"textcoords": "offset points", "va": "center", "fontsize": 9}
+        axes.annotate(name, point, offset, **how)
 
 
 def ink_on(color: Any) -> str:

@@ -233,6 +233,15 @@ def check_of(module: str, *, returns: bool = False) -> Callable[..., Any]:
     return check_by_name
 
 
+def whose(*functions: Callable) -> None:
+    """Print which functions are the reader's, and which are solutions."""
+    solutions = [
+        str(getattr(function, "__module__", "")).startswith("lib.") for function in functions
+    ]
+    pairs = zip(map(name_of, functions), solutions)
+    print(", ".join(f"{name}: {'the solution' if is_ours else 'yours'}" for name, is_ours in pairs))
+
+
 def report(text: str, name: str, tier: str) -> None:
     """Print the verdict `text` on an exercise; keep it where a report asks for it."""
     print(text)

@@ -2,10 +2,10 @@
 
     holds("The first call is the slowest.", lambda: times[0] > 2 * median(times[1:]))
 
-shows the sentence below its cell if the condition is true of this run. `make notebooks` stores no
-outputs in which a sentence fails, so a committed page proves what it says. At the small sizes of
-tests each condition is also tried on spoiled measurements, where it must fail: one that is true of
-anything says nothing.
+is quiet where the condition is true of this run, and says so where it is not. `make notebooks`
+stores no outputs in which a sentence fails, so a committed page proves what it says. At the small
+sizes of tests each condition is also tried on spoiled measurements, where it must fail: one that is
+true of anything says nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def holds(
     otherwise: str = "",
     always: bool = False,
 ) -> None:
-    """Show `sentence` if `condition()` is true, or else that it is not true of this run.
+    """Say that `sentence` is not true of this run, unless `condition()` is true.
 
     Args:
         sentence: one sentence about the outputs above, in Markdown.
@@ -54,8 +54,8 @@ def holds(
         raise GuardError(f"this is not true of the outputs: {sentence}")
     if small() and is_true(spoiled(condition)):
         raise GuardError(f"this is true whatever was measured, so it guards nothing: {sentence}")
-    text = f"✓ {sentence}" if outcome else f"✗ Not in this run: {sentence} {otherwise}".rstrip()
-    display(Markdown(text))
+    if not outcome:
+        display(Markdown(f"✗ Not in this run: {sentence} {otherwise}".rstrip()))
 
 
 def is_true(condition: Callable[[], Any]) -> bool:

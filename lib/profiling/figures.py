@@ -99,7 +99,7 @@ def draw_trace(
         ]
 
     phases = phases_of(trace.ranges)
-    lanes = {"code": boxes(phases, "_range", named=True)}
+    lanes = {"code": boxes(phases, "_range", named=True)} if phases else {}
     inside = [part for phase in phases for part in phases_of(_within(phase, trace.ranges))]
     if inside:
         lanes["inside"] = boxes(inside, "_range", named=True)

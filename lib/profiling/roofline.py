@@ -360,6 +360,7 @@ def draw_roofline(
         axes=axes,
         title=title,
         styles={n: {"color": color, "marker": next(markers[color])} for n, color in colors.items()},
+        legend="direct",
     )
 
 

@@ -20,6 +20,7 @@ import pytest
 import lib
 from lib import __main__ as command_line
 from lib.__main__ import COMMANDS, Command, config_of, load, main, parse
+from lib.core.flags import SYNONYMS
 from lib.core.settings import from_json, to_json
 from lib.data.prepare import TokenizeConfig
 from lib.training.commands import BOLD, PLAIN, exit_code
@@ -295,16 +296,46 @@ def test_a_preset_serves_the_steps_of_the_pipeline_too(tmp_path, capsys):
     assert capsys.readouterr().err == "error: --config tiny: no such file\n"
 
 
-def test_help_of_a_command_shows_each_field_with_its_note_and_its_choices(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse(TrainConfig, "train", ["--help"])
-    assert caught.value.code == 0
+def test_help_names_each_flag_in_sixty_lines_and_help_all_has_the_rest(capsys):
+    for name, command in COMMANDS.items():
+        cls = config_of(load(command.function))
+        with pytest.raises(SystemExit) as caught:
+            parse(cls or command_line.NoConfig, name, ["-h"])
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        assert shown.count("\n") <= 60, name
+        assert command.help in shown
+        for flag in command_line.field_paths(cls or command_line.NoConfig):
+            assert re.search(rf"--(\[no_\])?{flag}\b", shown), (name, flag)
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, "train", ["--config", "tiny", "--help"])
+    assert "  --steps 400                      Total optimizer steps." in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, "train", ["--help-all"])
     output = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for shown in (
-        *("--config FILE.json", "--steps INT Total optimizer steps."),
-        *("{auto,float32,bfloat16,float16}", "{none,zero1,torch_zero}", "torch_ddp,fsdp,fsdp2}"),
-    ):
+    for shown in ("--steps INT Total optimizer steps.", "torch_ddp,fsdp,fsdp2}", "(default: 1000)"):
         assert shown in output
+
+
+def test_a_flag_that_is_suggested_is_one_of_a_command():
+    configs = [config_of(load(command.function)) for command in COMMANDS.values()]
+    known = {flag for cls in configs if cls for flag in command_line.field_paths(cls)}
+    assert {words[0] for words in SYNONYMS} <= known
+
+
+def test_help_has_every_command_in_one_of_three_groups(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  ", shown, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^(\w+): ", shown, re.MULTILINE) == ["usage", "Use", "Measure", "Maintain"]
+
+
+def test_train_takes_a_text_of_one_s_own_as_the_pipeline_does(tmp_path, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr(command_line, "run_command", lambda *what: ran.append(what) or 0)
+    assert main(["train", "--config=tiny", "--corpus", "my.txt"]) == 0
+    assert main(["train", "--data", "corpus"]) == 0
+    assert [name for name, _ in ran] == ["pipeline", "train"]
 
 
 @pytest.mark.parametrize(
@@ -375,11 +406,14 @@ def test_wrong_flags_are_named(flags, message, capsys):
         ("train --step 50", "train has no flag --step; did you mean --steps?"),
         ("train --model.d_modell=3", "did you mean --model.d_model?"),
         ("train --modle.d_model=3", "did you mean --model.d_model?"),
-        ("train --config shakespeare --corpus a.txt", "--corpus; pipeline and tokenize have it"),
-        ("tokenize --ddp_wrapper flat", "--ddp_wrapper; pipeline and train have it"),
-        ("generate --run X", "generate has no flag --run; it has --checkpoint, --prompts, "),
+        ("train --validation_fraction=1", "pipeline, tokenize have it"),
+        ("tokenize --ddp_wrapper flat", "--ddp_wrapper; pipeline, train have it"),
+        ("generate --run X", "generate has no flag --run; did you mean --checkpoint?"),
+        ("benchmark attention --context_lengths 64", "did you mean --custom_tiers?"),
+        ("benchmark attention --sizes_mb 2", "benchmark communication has it"),
+        ("generate --xyz", "generate has no flag --xyz; it has --checkpoint, --prompts, "),
         ("runs --all", "runs has no flag --all; it has --runs_dir"),
-        ("notebooks copy --force", "notebooks copy has no flag --force; it has none"),
+        ("notebooks clean --force", "notebooks clean has no flag --force; it has none"),
     ],
 )
 def test_an_unknown_flag_is_refused_with_what_was_meant(line, said, capsys):

@@ -1,20 +1,22 @@
 """Every figure of the lessons: it draws, with a title and labels, and can be read aloud."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 from lib.core.figures import BLUE, GRAY, SKY, VERMILLION, alt_text
 from lib.lessons.ddp import figures as ddp
 from lib.lessons.ddp.ring import ring_all_reduce
 from lib.lessons.flash_attention import figures as flash
-from lib.lessons.flash_attention import schedule, timeline
-from lib.lessons.fsdp.figures import show_orders
+from lib.lessons.fsdp.figures import show_step
 from lib.lessons.fsdp.orders import Played
 from lib.lessons.fsdp.orders import Span as Event
+from lib.lessons.hopper import figures as hopper
+from lib.lessons.hopper import timeline
 from lib.lessons.model.figures import show_differences
-from lib.lessons.profiling import explorers as profiling_steps
 from lib.lessons.profiling import figures as profiling
 from lib.lessons.profiling import records
 from lib.lessons.profiling.simulated import ToyTrainer
@@ -22,6 +24,7 @@ from lib.lessons.training import figures as training
 from lib.lessons.training.broken import read_broken_runs
 from lib.lessons.zero1 import figures as zero1
 from lib.profiling.measurement import Measurement
+from lib.profiling.roofline import draw_roofline
 from lib.profiling.timeline import Timeline
 
 RING = ring_all_reduce(np.array([[1, 2, 3], [10, 20, 30], [100, 200, 300]]))
@@ -36,18 +39,25 @@ ORDER = Played(
     "nothing",
     1,
     3.0,
-    (Event("network", "gather", 0, 0.0, 1.0), Event("compute", "forward", 0, 1.0, 3.0)),
+    (
+        Event("network", "gather", 0, 0.0, 1.0),
+        Event("compute", "forward", 0, 1.0, 3.0),
+        Event("memory", "held", 0, 0.0, 3.0),
+    ),
 )
 COSTS = [{"variant": "a", "costs": [0.1, 0.2, 0.3]}, {"variant": "b", "costs": [-1, 1, 0]}]
 PATHS = {"momentum": torch.rand(9, 3, 2), "AdamW": torch.rand(9, 3, 2)}
 BAND = {"steps": [1, 2], "low": [3.0, 2.0], "high": [4.0, 3.0]}
 DECAY = {"Added": torch.rand(9, 2), "Decoupled": torch.rand(9, 2)}
-STEPS = [
-    profiling_steps.StepEstimate("a", 1.0, 2.0, 30.0, 40.0),
-    profiling_steps.StepEstimate("b", 1.0, None, 30.0, None),
-]
-SPANS = schedule.simulate(**schedule.TIMELINES["two, ping-pong"])
 SPEEDS = {"forward": {"ours": {1024: 3.0, 2048: 4.0}, "cuDNN": {1024: 2.0}}}
+TILES = pd.DataFrame(
+    [
+        {"BQ": BQ, "BK": BK, "num_warps": warps, "tflops": speed}
+        for warps, speeds in ((4, (1, 2, 3, None)), (8, (5, 6, 7, 9)))
+        for (BQ, BK), speed in zip(((32, 32), (32, 64), (64, 32), (64, 64)), speeds)
+    ],
+    dtype=object,
+)
 OWNERS = {"round robin": [0, 1, 0], "largest first": [0, 1, 1]}
 CONTEXTS = {"a": {256: 10e9, 512: 30e9}, "a, checkpoints": {256: 8e9, 512: 9e9}}
 
@@ -64,24 +74,22 @@ FIGURES = {
     "band": lambda: training.show_band({1: 3.5, 2: 2.5}, BAND, levels={"bigram": 2.2}, first=1),
     "decay": lambda: training.show_decay(DECAY, [0.1, 1.0], torch.rand(9)),
     "broken runs": lambda: training.show_broken_runs(read_broken_runs(), 1.0),
-    "float16": lambda: training.show_float16(torch.logspace(-9, 0, 99)),
     "samples": lambda: profiling.show_samples(
         [3.0, 1.0, 2.0], title="Steps", measurement=Measurement("ok", (3.0, 1.0, 2.0))
     ),
     "loop": lambda: profiling.show_loop(toy_loop(), title="A step"),
     "kernels": lambda: profiling.show_traces(records.anonymous_traces(), named=2),
     "recorded steps": lambda: records.show_gpu_timelines("matrix_eager", "matrix_graph"),
-    "estimates": lambda: profiling_steps.show_estimates(STEPS),
     "tiles": lambda: flash.show_visited_tiles([7, 9], 2),
-    "fragments": flash.show_fragments,
-    "ldmatrix": flash.show_ldmatrix,
-    "banks": lambda: flash.show_banks(lambda row, chunk: chunk ^ row),
-    "peers": lambda: flash.show_peers(SPEEDS, title="Causal"),
-    "schedule": lambda: schedule.show_spans(SPANS, "Two, ping-pong"),
+    "speed of tiles": lambda: flash.show_tile_speeds(TILES),
+    "fragments": hopper.show_fragments,
+    "ldmatrix": hopper.show_ldmatrix,
+    "banks": lambda: hopper.show_banks(lambda row, chunk: chunk ^ row),
+    "peers": lambda: hopper.show_peers(SPEEDS, title="Causal"),
     "recorded schedule": lambda: timeline.show_recorded(timeline.recorded_timelines()[True]),
     "ring": lambda: ddp.show_ring(RING),
     "timelines": lambda: ddp.show_timelines({"a": LINE, "b": LINE}),
-    "orders": lambda: show_orders({"just in time": ORDER}),
+    "an order": lambda: show_step(ORDER, 1, 2, title="just in time"),
     "partitions": lambda: zero1.show_partitions([4, 2, 2], OWNERS, ranks=2),
     "flat": lambda: zero1.show_flat([5, 4], [(0, 6), (6, 12)], title="A buffer"),
     "contexts": lambda: zero1.show_contexts(CONTEXTS, title="Long sequences"),
@@ -163,7 +171,7 @@ def test_visited_tiles_are_those_that_hold_a_visible_pair(length, tile, drawn):
 
 
 def test_a_lane_holds_two_numbers_of_b_and_four_of_a_and_c(drawn):
-    flash.show_fragments(lane=6)
+    hopper.show_fragments(lane=6)
     titles = {axes.get_title(loc="left"): axes for axes in drawn[0].axes}
     assert [len(titles[name].patches) for name in ("A, 16 × 8", "B, 8 × 8", "C, 16 × 8")] == [
         4,
@@ -204,10 +212,15 @@ def test_variants_whose_sign_depends_on_the_seed_have_another_color(drawn):
     assert len({bar.get_facecolor() for bar in axes.patches}) == 2
 
 
-def test_bars_of_a_step_say_where_memory_ran_out(drawn):
-    profiling_steps.show_estimates(STEPS)
-    found = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
-    assert found == [["1", "1", "2", "oom"], ["30", "30", "40", "oom"]]
+def test_points_of_a_roofline_are_named_beside_them_one_below_the_other(drawn):
+    limits, points, _ = records.block_on_gpu()
+    _, axes = plt.subplots()
+    draw_roofline(axes, limits, points, title="A block")
+    plt.show()
+    named = {text.get_text(): text for text in axes.texts if text.get_text() != " ridge"}
+    assert named.keys() == {point.name for point in points}
+    boxes = [text.get_window_extent() for text in named.values()]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_the_longest_kernels_are_named(drawn):
@@ -218,15 +231,12 @@ def test_the_longest_kernels_are_named(drawn):
     assert all("nvjet" in names[0] for names in named[1:])
 
 
-def test_a_schedule_draws_all_work_and_says_how_busy_the_tensor_cores_are(drawn):
-    schedule.show_spans(SPANS, "Two, ping-pong")
-    (axes,) = drawn[0].axes
-    lanes = [label.get_text() for label in axes.get_yticklabels()]
-    units = ("producer, {}", "tensor cores, {}", "warpgroup {}")
-    assert lanes == [unit.format(x) for unit, xs in zip(units, ("KV", "AB", "AB")) for x in xs]
-    assert sum(len(part.get_paths()) for part in axes.collections) == 4 * (2 + 3 * 2)
-    busy = f"tensor cores busy {schedule.busy_share(SPANS):.0%} of the time"
-    assert axes.get_title(loc="left") == f"Two, ping-pong: {busy}"
+def test_the_fastest_tiles_are_framed_and_what_does_not_fit_has_no_number(drawn):
+    flash.show_tile_speeds(TILES)
+    texts = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
+    assert texts == [["1", "2", "3", "–"], ["5", "6", "7", "9"]]
+    bold = [[p.get_linewidth() > 2 for p in axes.patches] for axes in drawn[0].axes]
+    assert bold == [[], [True]]
 
 
 def test_each_part_of_a_recorded_step_follows_the_one_before(drawn):

@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 
 from lib.lessons.ddp.explorers import network_explorer, ring_stepper
 from lib.lessons.ddp.stack import Layers, bucketed
 from lib.lessons.flash_attention.explorers import softmax_stepper
 from lib.lessons.model.explorers import attention_explorer, rope_slider
 from lib.lessons.show import merge_stepper
-from lib.lessons.training.explorers import sampling_sliders
 from lib.lessons.zero1.explorers import memory_explorer
 from tests.lessons.stored import stored_outputs
 
@@ -32,7 +30,6 @@ EXPLORERS = {
     "ring": (lambda *story: ring_stepper(np.arange(9).reshape(3, 3)), 2),
     "network": (lambda *story: network_explorer(buckets, Layers((10,) * 4, 1.0, 2.0)), 3),
     "memory": (lambda *story: memory_explorer(start=MEMORY), 1),
-    "sampling": (lambda _, tokenizer: sampling_sliders(torch.arange(99.0) / 9, tokenizer), 6),
 }
 
 

@@ -24,8 +24,7 @@ class Result:
 def shown(sentence, condition, **options):
     with mock.patch("IPython.display.display") as display:
         holds(sentence, condition, **options)
-    (((markdown,), _),) = display.call_args_list
-    return markdown.data
+    return "".join(markdown.data for (markdown,), _ in display.call_args_list)
 
 
 @pytest.fixture(params=["", "1"], ids=["full size", "small"], autouse=True)
@@ -35,10 +34,8 @@ def size(request, monkeypatch):
     return request.param
 
 
-def test_a_true_sentence_is_shown():
-    assert (
-        shown("The first is slow.", lambda: times[0] > 2 * later.mean()) == "✓ The first is slow."
-    )
+def test_a_true_sentence_is_quiet():
+    assert not shown("The first is slow.", lambda: times[0] > 2 * later.mean())
 
 
 def test_a_false_one_says_so_and_what_to_make_of_it():
@@ -68,7 +65,7 @@ def test_what_follows_from_the_code_holds_on_every_machine():
 )
 def test_a_condition_that_any_measurement_meets_is_refused_in_tests(condition, size):
     if not size:
-        assert shown("It is so.", condition).startswith("✓")
+        assert not shown("It is so.", condition)
         return
     with pytest.raises(GuardError, match=r"guards nothing: It is so\."):
         holds("It is so.", condition)
@@ -95,7 +92,7 @@ def test_a_measurement_of_any_kind_is_spoiled(condition):
 
 def test_a_local_measurement_is_spoiled():
     local = Result(2.0)
-    assert shown("It is low.", lambda: local.loss < 3) == "✓ It is low."
+    assert not shown("It is low.", lambda: local.loss < 3)
 
 
 def test_measurements_themselves_stay():

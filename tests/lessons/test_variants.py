@@ -41,8 +41,8 @@ def cell(code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 # (lesson, the verdict on `f`, the cell)
 RIGHT = {
-    "model: autograd, a chunk at a time": (
-        "model",
+    "profiling: autograd, a chunk at a time": (
+        "profiling",
         "verdict(loss_in_chunks, f)",
         """
 def f(hidden, weight, targets, chunk_tokens):
@@ -106,7 +106,7 @@ def f(make_run, before, after):
     ),
     "profiling: a running mean, rounded otherwise": (
         "profiling",
-        "verdict(TRAIN, watched(f))",
+        "verdict(train, f)",
         """
 def f(gpu, batches):
     losses, mean = [gpu.step(gpu.load(batch)) for batch in batches], 0.0
@@ -114,28 +114,61 @@ def f(gpu, batches):
         mean += (loss.item() - mean) / count
     return [mean, max(loss.item() for loss in losses)]""",
     ),
-    "flash_attention: maximum and sum joined with each tile": (
+    "flash_attention: the sum in logarithms": (
         "flash_attention",
-        "verdict(ONLINE_SOFTMAX, in_little_room(f))",
+        "verdict(add_tile, f)",
         """
-def f(tiles):
-    m, l = torch.full((1,), -torch.inf), torch.zeros(1)
-    for scores in tiles:
-        new = torch.cat([m, scores]).max(0, keepdim=True).values
-        l = torch.cat([l * (m - new).exp(), (scores - new).exp()]).sum(0, keepdim=True)
-        m = new
-    return torch.cat([m, l])""",
+def f(m, l, scores):
+    new_m = torch.cat([m[None], scores]).max()
+    return new_m, torch.logaddexp(l.log() + m - new_m, (scores - new_m).logsumexp(0)).exp()""",
     ),
-    "flash_attention: two warpgroups that alternate, nothing ahead": (
+    "flash_attention: tiles by split, scores in base 2": (
         "flash_attention",
-        "verdict(SCHEDULE, lambda: scheduled(f))",
+        "verdict(tiled_forward, f)",
         """
-def f():
-    words = ["A.S0", "B.S0"]
-    for tile in range(4):
-        for group in "AB":
-            words += [f"{group}.PV{tile}"] + [f"{group}.S{tile + 1}"] * (tile < 3)
-    return " ".join(words)""",
+def f(q, k, v, BQ, BK):
+    outs, lses, scale = [], [], q.shape[1] ** -0.5 / math.log(2)
+    for Q in q.split(BQ):
+        m, l, O = torch.full((len(Q), 1), -math.inf), 0, 0
+        for K, V in zip(k.split(BK), v.split(BK)):
+            S = torch.einsum("id,jd->ij", Q, K) * scale
+            new_m = torch.cat([m, S], 1).max(1, keepdim=True).values
+            P, shrink = torch.exp2(S - new_m), torch.exp2(m - new_m)
+            l, O, m = shrink * l + P.sum(1, keepdim=True), shrink * O + P @ V, new_m
+        outs.append(O / l)
+        lses.append(((m + l.log2()) * math.log(2))[:, 0])
+    return torch.cat(outs), torch.cat(lses)""",
+    ),
+    "flash_attention: gradients of tiles of queries first": (
+        "flash_attention",
+        "verdict(tiled_backward, f)",
+        """
+def f(q, k, v, out, lse, grad_out, BQ, BK):
+    scale, grads = q.shape[1] ** -0.5, [torch.zeros_like(x) for x in (q, k, v)]
+    rows = range(0, len(q), BQ)
+    for i, Q, O, L, dO in zip(rows, *(x.split(BQ) for x in (q, out, lse, grad_out))):
+        for j in range(0, len(k), BK):
+            queries, keys = slice(i, i + BQ), slice(j, j + BK)
+            P = torch.exp(scale * Q @ k[keys].T - L[:, None])
+            dS = scale * P * ((dO @ v[keys].T) - (dO * O).sum(1, keepdim=True))
+            grads[0][queries] += dS @ k[keys]
+            grads[1][keys] += dS.T @ Q
+            grads[2][keys] += P.T @ dO
+    return grads""",
+    ),
+    "hopper: a heap of programs": (
+        "hopper",
+        "verdict(deal, f)",
+        """
+import heapq
+def f(work, programs):
+    hands = [[] for _ in range(programs)]
+    heap = [(0, program) for program in range(programs)]
+    for tile in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+        busy, program = heapq.heappop(heap)
+        hands[program].append(tile)
+        heapq.heappush(heap, (busy + work[tile], program))
+    return hands""",
     ),
     "zero1: owners in a tensor": (
         "zero1",
@@ -181,6 +214,21 @@ def f(x, w1, w2, ranks):
 }
 # ... and words of the verdict
 WRONG = {
+    "profiling: chunks that are twice as long": (
+        "profiling",
+        "verdict(loss_in_chunks, f)",
+        "def f(hidden, weight, targets, chunk_tokens):\n"
+        "    return loss_in_chunks.solve(hidden, weight, targets, 2 * chunk_tokens)",
+        "as many numbers as the logits of",
+    ),
+    "profiling: one-hot rows of all tokens": (
+        "profiling",
+        "verdict(loss_in_chunks, f)",
+        "def f(hidden, weight, targets, chunk_tokens):\n"
+        "    F.one_hot(targets, len(weight))\n"
+        "    return loss_in_chunks.solve(hidden, weight, targets, chunk_tokens)",
+        "tensor, as many numbers as the logits of all tokens",
+    ),
     "model: the loss as a number": (
         "model",
         "verdict(cross_entropy_loss, lambda *given: cross_entropy_loss.solve(*given).item())",
@@ -231,26 +279,34 @@ def f(logits, targets):
     return cross_entropy_loss.solve(logits, targets)""",
         "it changes the tensor that is given",
     ),
+    "model: a gradient by autograd": (
+        "model",
+        "verdict(bigram_gradient, f)",
+        """
+def f(weight, inputs, targets):
+    with torch.enable_grad():
+        weight = weight.clone().requires_grad_()
+        loss = F.cross_entropy(weight[inputs], targets)
+        return loss.detach(), *torch.autograd.grad(loss, weight)""",
+        "grad does all of it; write it out",
+    ),
+    "model: a gradient by backward": (
+        "model",
+        "verdict(bigram_gradient, f)",
+        """
+def f(weight, inputs, targets):
+    with torch.enable_grad():
+        weight = weight.clone().requires_grad_()
+        loss = F.cross_entropy(weight[inputs], targets)
+        loss.backward()
+        return loss.detach(), weight.grad""",
+        "backward does all of it; write it out",
+    ),
     "model: the loss by one call of PyTorch's": (
         "model",
         "verdict(cross_entropy_loss, lambda *given: F.cross_entropy(*given))",
         "",
         "cross_entropy does all of it; write it out",
-    ),
-    "model: chunks that are twice as long": (
-        "model",
-        "verdict(loss_in_chunks, f)",
-        "def f(hidden, weight, targets, chunk_tokens):\n"
-        "    return loss_in_chunks.solve(hidden, weight, targets, 2 * chunk_tokens)",
-        "as many numbers as the logits of",
-    ),
-    "model: one-hot rows of all tokens": (
-        "model",
-        "verdict(loss_in_chunks, f)",
-        "def f(hidden, weight, targets, chunk_tokens):\n"
-        "    F.one_hot(targets, len(weight))\n"
-        "    return loss_in_chunks.solve(hidden, weight, targets, chunk_tokens)",
-        "tensor, as many numbers as the logits of all tokens",
     ),
     "model: attention by one call of PyTorch's": (
         "model",
@@ -315,15 +371,30 @@ def f(make_run, before, after):
     return run.weights""",
         "the first run was trained for",
     ),
-    "flash_attention: copies of all tiles": (
+    "flash_attention: all scores at once": (
         "flash_attention",
-        "verdict(ONLINE_SOFTMAX, in_little_room(f))",
+        "verdict(tiled_forward, f)",
         """
-def f(tiles):
-    kept = [tile.clone() for tile in tiles]
-    m = torch.stack([tile.max() for tile in kept]).max()
-    return torch.stack([m, sum((tile - m).exp().sum() for tile in kept)])""",
-        "numbers are kept; there is room for a few of one tile",
+def f(q, k, v, BQ, BK):
+    scores = q @ k.T / math.sqrt(q.shape[1])
+    return scores.softmax(1) @ v, scores.logsumexp(1)""",
+        "numbers in the largest tensor: yours ",
+    ),
+    "flash_attention: delta of the tile's keys alone": (
+        "flash_attention",
+        "verdict(tiled_backward, f)",
+        """
+def f(q, k, v, out, lse, grad_out, BQ, BK):
+    scale, grads = q.shape[1] ** -0.5, [torch.zeros_like(x) for x in (q, k, v)]
+    for j in range(0, len(k), BK):
+        keys = slice(j, j + BK)
+        P = torch.exp(scale * q @ k[keys].T - lse[:, None])
+        dP = grad_out @ v[keys].T
+        dS = scale * P * (dP - (P * dP).sum(1, keepdim=True))
+        grads[0] += dS @ k[keys]
+        grads[1][keys], grads[2][keys] = dS.T @ q, P.T @ grad_out
+    return grads""",
+        "dQ, position (0, 0)",
     ),
     "ddp: all to rank 0, and back": (
         "ddp",

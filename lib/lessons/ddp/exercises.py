@@ -90,22 +90,22 @@ torch.cat(chunks)[: len(tensor)] => torch.cat(chunks) | the padding is still the
     "warm-up",
     {
         "num_bytes": choices(0, 1000, 10**6, 25 * 10**6, 10**9),
-        "ranks": choices(1, 2, 3, 4, 8, 64),
+        "n": choices(1, 2, 3, 4, 8, 64),
         "latency_us": choices(0, 5, 20, 300),
         "bandwidth_gbs": choices(1, 12.5, 300),
     },
 )
-def all_reduce_ms(num_bytes: int, ranks: int, latency_us: float, bandwidth_gbs: float) -> float:
-    messages = 2 * (ranks - 1)
+def all_reduce_ms(num_bytes: int, n: int, latency_us: float, bandwidth_gbs: float) -> float:
+    messages = 2 * (n - 1)
     waiting = messages * latency_us / 1e3
-    return waiting + messages / ranks * num_bytes / (bandwidth_gbs * 1e6)
+    return waiting + messages / n * num_bytes / (bandwidth_gbs * 1e6)
 
 
 all_reduce_ms.mistakes = """
-2 * (ranks - 1) => ranks - 1
+2 * (n - 1) => n - 1
     | only one of the two phases is counted; an all-gather takes as many steps as the reduce-scatter
-messages / ranks * => messages * | each step sends all the bytes; it sends one chunk of n
-messages / ranks * num_bytes => num_bytes
+messages / n * => messages * | each step sends all the bytes; it sends one chunk of n
+messages / n * num_bytes => num_bytes
     | the bytes count once; each rank sends 2 (n - 1) / n times as many
 messages * latency_us => latency_us | the latency counts once; every step waits for it
 / 1e3 => | the latency is left in µs; the result is in ms
@@ -135,7 +135,7 @@ def average_own(average: Callable, gradients: list, sequences: list, ranks: Thre
     return average(gradients[ranks.number], sequences[ranks.number], ranks)
 
 
-@exercise("core", draw_uneven, harness=average_own, ranks=True, same_calls=False, trials=60)
+@exercise("optional", draw_uneven, harness=average_own, ranks=True, same_calls=False, trials=60)
 def mean_gradient(gradient: Tensor, sequences: int, ranks: Threads) -> Tensor:
     total = ranks.all_reduce(torch.tensor(float(sequences)))
     own = gradient * sequences if sequences else torch.zeros_like(gradient)
@@ -252,7 +252,7 @@ def log_events(add_hooks: Callable, buckets: list[list[int]], steps: list[list[i
 
 
 @exercise(
-    "core",
+    "optional",
     draw_backward,
     harness=log_events,
     processes=2,
@@ -321,7 +321,7 @@ def average_all(average: Callable, params: dict, gradients: list[dict], ranks: T
     return average(params, gradients[ranks.number], ranks)
 
 
-@exercise("core", draw_deadlock, harness=average_all, ranks=True, same_calls=False, trials=60)
+@exercise("optional", draw_deadlock, harness=average_all, ranks=True, same_calls=False, trials=60)
 def average(params: dict, gradients: dict, ranks: Threads) -> dict:
     means = {}
     for name, param in params.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from lib.lessons.simulated_network import (
     simulated_group,
 )
 from lib.model.config import model_preset
+from lib.model.transformer import do_nothing
 from lib.profiling.timeline import Timeline
 from lib.profiling.trace import difference, union
 
@@ -78,14 +81,16 @@ class Stack(nn.Module):
     def __init__(self, layers: Layers, group: SimulatedGroup) -> None:
         super().__init__()
         self.layers, self.group = layers, group
-        self.weights = nn.ParameterList(torch.ones(size) for size in layers.sizes)
+        self.parts = nn.ModuleList(Layer(size, self) for size in layers.sizes)
+        # called with each part before it runs, as that of `TransformerLM`
+        self.before_part: Callable[[nn.Module], Any] = do_nothing
         self.spans: list[tuple[str, float, float]] = []
         self.matrix, self.result = torch.randn(2, WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            # backward is busy before the weight's gradient is there
-            x = Busy.apply(x + weight.sum(), self)
+        for part in self.parts:
+            self.before_part(part)
+            x = part(x)
         return x
 
     def finish_gradient_synchronization(self) -> None:
@@ -101,6 +106,20 @@ class Stack(nn.Module):
             for _ in range(round(amount)):
                 torch.mm(self.matrix, self.matrix, out=self.result)
         self.spans.append((phase, start, clock.now()))
+
+
+class Layer(nn.Module):
+    """A matrix, and the time that a layer of this size is busy."""
+
+    def __init__(self, size: int, stack: Stack) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, size))
+        # the stack is no part of its layers
+        self.busy = lambda x: Busy.apply(x, stack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # backward is busy before the weight's gradient is there
+        return self.busy(x + self.weight.sum())
 
 
 class Busy(torch.autograd.Function):
@@ -166,6 +185,33 @@ def _step(model: Any, stack: Stack) -> Timeline:
     return timeline(stack.spans, group.transfers[before:], start, end)
 
 
+def time_accumulation(
+    make: Callable, networks: Mapping[str, Network], layers: Layers, micro_batches: int = 4
+) -> dict[tuple[str, bool], tuple[float, Tensor]]:
+    """Milliseconds and gradients of a step of several backward passes; all ranks call it.
+
+    Args:
+        make: makes a wrapper with `no_sync` from a module and `group=`.
+
+    Returns:
+        By network, and whether all passes but the last run in `no_sync`.
+    """
+    found = {}
+    for (place, network), waits in itertools.product(networks.items(), (False, True)):
+        group = simulated_group(network)
+        stack = Stack(layers, group)
+        model, start = make(stack, group=group), group.clock.now()
+        for number in range(micro_batches):
+            is_quiet = waits and number < micro_batches - 1
+            with model.no_sync() if is_quiet else contextlib.nullcontext():
+                model(torch.ones(1, requires_grad=True)).backward()
+            if not is_quiet:
+                model.finish_gradient_synchronization()
+        gradients = torch.cat([weight.grad for weight in stack.parameters()], dim=1)  # type: ignore[misc]
+        found[place, waits] = 1e3 * (group.clock.now() - start), gradients
+    return found
+
+
 def timeline(
     spans: Sequence[tuple[str, float, float]],
     transfers: Sequence[Transfer],
@@ -219,13 +265,14 @@ class PlannedBuckets:
         self.stack, self.group, self.works = stack, group, []
         for bucket in plan:
             # layers' gradients arrive from the last to the first
-            self.stack.weights[min(bucket)].register_post_accumulate_grad_hook(
+            self.stack.parts[min(bucket)].weight.register_post_accumulate_grad_hook(
                 lambda _, bucket=bucket: self.start(bucket)
             )
 
     def start(self, bucket: list[int]) -> None:
         """Start the all-reduce of some layers' gradients."""
-        flat = torch.cat([self.stack.weights[index].grad for index in bucket])  # type: ignore[misc]
+        grads = [self.stack.parts[index].weight.grad for index in bucket]
+        flat = torch.cat(grads, dim=1)  # type: ignore[arg-type]
         self.works.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,25 +1,24 @@
 """A kernel as an answer: how it is launched on random inputs, watched, compared and compiled.
 
-Kernels are run by Triton's interpreter, and compiled as well where there is a GPU. Their results
-are compared with PyTorch's. An access out of bounds, an element that two programs store, and a tile
-that the causal mask hides but that is loaded, are errors.
+Kernels are run by Triton's interpreter, and compiled as well where there is a GPU. An access out of
+bounds, an element that two programs store, and a tile that the causal mask hides but that is
+loaded, are errors.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, Raised, difference, edited, report, result_of, verdict
+from lib.lessons.differences import Named, first_difference
+from lib.lessons.exercise import Exercise, report, result_of, verdict
 from lib.lessons.triton.exercises import (
     Launch,
     compile_error_lines,
@@ -67,26 +66,26 @@ PASSING = {"k": ("k", "v"), "q": ("q", "grad_out")}
 
 @dataclass(frozen=True)
 class KernelTask:
-    """A kernel to write, and how it is launched and checked."""
-
-    solution: Callable
-    """The solution, a function that `triton.jit` can be applied to."""
-
-    results: tuple[str, ...]
-    """Names of the tensors that it stores, which come last among its tensors."""
+    """How a kernel is launched and run: the harness of its exercise."""
 
     passing: str
     """The tensor whose tiles pass by in its loop."""
+
+    results: dict[str, int]
+    """The tensors that it stores, which come last among its tensors, and their dimensions."""
 
     is_causal: bool = True
 
     def plan(self, tiling: Tiling, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
         """The launch on `tensors`, (heads, n, D) or (heads, n), and the results, full of NaN."""
         heads, n, head_dim = tensors[0].shape
-        shapes = [(heads, n, head_dim)[: 2 if name == "lse" else 3] for name in self.results]
-        types = [torch.float32 if name == "lse" else tensors[0].dtype for name in self.results]
         stored = [
-            tensors[0].new_full(shape, math.nan, dtype=dtype) for shape, dtype in zip(shapes, types)
+            tensors[0].new_full(
+                (heads, n, head_dim)[:ndim],
+                math.nan,
+                dtype=tensors[0].dtype if ndim == 3 else torch.float32,
+            )
+            for ndim in self.results.values()
         ]
         tile = tiling.BQ if self.passing == "k" else tiling.BK
         arguments = (*tensors, *stored, n, head_dim**-0.5)
@@ -117,8 +116,8 @@ class KernelTask:
                         f"{seen} {have} a pair that is visible, to be loaded once"
                     )
 
-    def run(self, kernel: Any, *given: Any) -> Tensor:
-        """The results side by side, (heads, n, all their columns); `given` ends with a Tiling.
+    def __call__(self, kernel: Any, *given: Any) -> Named:
+        """The results by name; `given` ends with a Tiling.
 
         Raises:
             ValueError: nothing is stored in one of the results, or a tile that the mask hides is
@@ -126,96 +125,61 @@ class KernelTask:
         """
         *tensors, tiling = given
         launch, stored = self.plan(tiling, *tensors)
+        # a check wraps it
+        kernel = inspect.unwrap(kernel)
         run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
         for name in self.results:
             if not run.of("store", name):
                 raise ValueError(f"nothing is stored in {name}")
         self.refuse_more_tiles(run, tensors[0].shape[1], tiling)
-        if torch.cuda.is_available() and hasattr(kernel, "fn"):
-            launch, stored = self.plan(tiling, *(x.cuda() for x in tensors))
-            kernel[launch.grid](*launch.arguments, **launch.options)
-        return side_by_side(*stored)
+        return Named(zip(self.results, stored))
 
-    def describe(self, yours: Any, expected: Tensor) -> str:
-        """The first wrong value, by the name of its tensor, head and row."""
-        if isinstance(yours, Raised) or getattr(yours, "shape", None) != expected.shape:
-            return difference(yours, expected)
-        start, (heads, n, width) = 0, expected.shape
-        num_lse = self.results.count("lse")
-        for name in self.results:
-            columns = 1 if name == "lse" else (width - num_lse) // (len(self.results) - num_lse)
-            part = slice(start, start + columns)
-            start += columns
-            if words := difference(yours[..., part], expected[..., part]):
-                return f"{name}, ({heads} heads, {n} rows, {columns}): {words}"
-        return difference(yours, expected)
+    def compiled(self, kernel: Any, *given: Any) -> Named:
+        """The results of the compiled kernel, on a GPU."""
+        *tensors, tiling = given
+        launch, stored = self.plan(tiling, *(x.cuda() for x in tensors))
+        kernel[launch.grid](*launch.arguments, **launch.options)
+        return Named(zip(self.results, stored))
 
 
-def show_case(q: Tensor, *others: Any) -> str:
+def show_sizes(q: Tensor, *others: Any) -> str:
     """The sizes of a trial."""
     (heads, n, head_dim), tiling = q.shape, others[-1]
-    return f"heads={heads}, n={n}, D={head_dim}, BQ={tiling.BQ}, BK={tiling.BK}"
+    words = f"heads={heads}, n={n}, D={head_dim}"
+    return f"{words}, BQ={tiling.BQ}, BK={tiling.BK}" if isinstance(tiling, Tiling) else words
 
 
-def side_by_side(*tensors: Tensor) -> Tensor:
-    """(heads, n, …) and (heads, n) joined along the last dimension."""
-    return torch.cat([x if x.ndim == 3 else x[..., None] for x in tensors], -1).cpu()
+# What the exercises have in common.
+KERNEL = {"trials": len(CASES), "seconds": 20, "show": show_sizes}
 
 
-def kernel_exercise(
-    solve: Callable[..., Tensor],
-    task: KernelTask,
-    draw: Callable[[random.Random, int], tuple],
-    mistakes: Mapping[str, tuple[str, ...]],
-) -> Exercise:
-    """An exercise whose answer is a kernel; `mistakes` are edits of its solution's source."""
-
-    def made(sentence: str, edit: tuple[str, ...]) -> Callable:
-        def run(*given: Any) -> Tensor:
-            return task.run(edited(task.solution, *edit), *given)
-
-        run.__name__ = task.solution.__name__
-        return run
-
-    wrong = {sentence: made(sentence, edit) for sentence, edit in mistakes.items()}
-    return Exercise(
-        solve,
-        draw,
-        wrong,
-        "core",
-        trials=len(CASES),
-        seconds=20,
-        describe=task.describe,
-        show=show_case,
-    )
-
-
-def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
-    """Print the verdict on `kernel`; return it if it is right, else the solution's.
+def check_kernel(exercise: Exercise, kernel: Any) -> Any:
+    """Print the verdict on `kernel`; return it if it is right, else the solution.
 
     What the interpreter runs need not compile: to be right, a kernel must also compile for an A100,
-    with q, k, v and gradients in 16 bits.
+    with q, k, v and gradients in 16 bits, and be right on a GPU if one is there.
     """
     import triton
 
+    task: Any = exercise.harness
+    solution = triton.jit(exercise.solve)
     if not_jitted(kernel, exercise.tier):
-        return triton.jit(task.solution)
-
-    # an error names its line in the kernel
-    @functools.wraps(plain(kernel))
-    def attempt(*given: Any) -> Tensor:
-        return task.run(kernel, *given)
-
-    text = verdict(exercise, attempt)
+        return solution
+    # the function itself, so that an error names its line
+    text = verdict(exercise, plain(kernel))
     if result_of(text) == "passed":
-        *given, tiling = exercise.draw(random.Random(0), 1)
+        *given, tiling = inputs = exercise.draw(random.Random(0), 1)
         launch, _ = task.plan(tiling, *(x.bfloat16() if x.ndim == 3 else x for x in given))
         text = with_compilation(text, kernel, launch)
+        if torch.cuda.is_available() and result_of(text) == "passed":
+            found, expected = task.compiled(kernel, *inputs), task(exercise.solve, *inputs)
+            if words := first_difference(found, expected):
+                text = f"not yet: right in the interpreter, but not on this GPU\n  {words}"
     if result_of(text) == "failed":
         cures = [cure for sign, cure in CURES.items() if sign in text]
         text = "\n  ".join([text, *cures, *([ROUNDS] if rounds_float32(kernel) else [])])
     report(text, plain(kernel).__name__, exercise.tier)
-    return kernel if result_of(text) == "passed" else triton.jit(task.solution)
+    return kernel if result_of(text) == "passed" else solution
 
 
 TILES_ARE_TRITONS = "tiles are Triton's: `tl.exp`, `tl.log`, `tl.where`, not PyTorch's or Python's"
@@ -282,3 +246,14 @@ def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def draw_for_backward(generator: random.Random, size: int) -> tuple[Any, ...]:
+    """q, k, v, dO, lse and delta, as the backward kernels get them, and a Tiling."""
+    q, k, v, tiling = draw_heads(generator, size)
+    seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    # so large that weights are 0 and 1, gradients would be 0
+    q = q.clamp(-3, 3)
+    grad_out = torch.randn(q.shape, generator=seeded)
+    out, lse = attention_and_lse(q, k, v, is_causal=True)
+    return q, k, v, grad_out, lse, (grad_out * out).sum(-1), tiling

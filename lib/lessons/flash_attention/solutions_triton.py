@@ -1,14 +1,26 @@
-"""Solutions to the kernels of notebook 06: a program does one tile of one head.
+"""Kernels that readers write in notebook 06, with their mistakes: a program does one tile.
 
 Tensors are (heads, n, D), contiguous; lse and delta are (heads, n) float32. The grid is (tiles of a
 head, heads). BQ queries make a tile, and BK keys.
 """
 
-import torch
-import triton
+from __future__ import annotations
+
 import triton.language as tl
 
+from lib.lessons.exercise import exercise
+from lib.lessons.flash_attention.kernel_task import (
+    KERNEL,
+    KernelTask,
+    draw_for_backward,
+    draw_heads,
+)
 
+# What a forward kernel stores, and the dimensions of each.
+OUT = {"out": 3, "lse": 2}
+
+
+@exercise("core", draw_heads, harness=KernelTask("k", OUT, is_causal=False), **KERNEL)
 def flash_forward(
     q_ptr,
     k_ptr,
@@ -44,6 +56,22 @@ def flash_forward(
     tl.store(lse_ptr + head + query, m + tl.log(l), mask=query < n)
 
 
+flash_forward.mistakes = """
+out * shrink[:, None] => out | the output so far is not rescaled when the maximum grows
+m - new_m) => new_m - m)
+    | all is NaN because the earlier sums are rescaled the wrong way round (the factor is exp(old
+    maximum - new maximum)), or a mask is multiplied by infinity (0 · inf is NaN; use tl.where)
+tl.maximum(m, tl.max(scores, 1)) => tl.max(scores, 1)
+    | each tile's exponentials are relative to the tile's own maximum; use the maximum so far, with
+    tl.maximum, as Python's max cannot compare tiles number by number
+tl.where(key[None, :] < n, scores, float("-inf")) => scores
+    | keys beyond the last have a score of 0, and exp(0) is 1; give them -inf
+out / l[:, None] => out | the division by the sum at the end is missing
+m + tl.log(l) => tl.log(l) | lse lacks the maximum: it is m + log(l)
+"""
+
+
+@exercise("core", draw_heads, harness=KernelTask("k", OUT), **KERNEL)
 def causal_forward(
     q_ptr,
     k_ptr,
@@ -80,6 +108,23 @@ def causal_forward(
     tl.store(lse_ptr + head + query, m + tl.log(l), mask=query < n)
 
 
+causal_forward.mistakes = """
+range(0, end, BK) => range(0, n, BK)
+    | the result is right, but tiles behind the diagonal are loaded too: let the loop end with the
+    last query of the tile
+key[None, :] <= query[:, None] => key[None, :] < n | there is no mask
+key[None, :] <= query => key[None, :] < query
+    | a query does not see its own key; key j is visible if j ≤ i
+key[None, :] <= query => key[None, :] >= query | the mask is turned around: it hides earlier keys
+tl.minimum((tl.program_id(0) + 1) * BQ, n) => (tl.program_id(0) + 1) * BQ
+    | the last tile of queries reaches beyond n, and so does the loop: let it end at
+    tl.minimum(…, n)
+(tl.program_id(0) + 1) * BQ, n => tl.program_id(0) * BQ, n
+    | the loop ends before the diagonal; it must go on to the tile's last query
+"""
+
+
+@exercise("core", draw_for_backward, harness=KernelTask("k", {"grad_q": 3}), **KERNEL)
 def backward_queries(
     q_ptr,
     k_ptr,
@@ -118,6 +163,19 @@ def backward_queries(
     tl.store(grad_q_ptr + q_rows, grad_q * scale, mask=query[:, None] < n)
 
 
+backward_queries.mistakes = """
+- delta[:, None] => | delta is missing: dS is P ∘ (dP - delta)
+grad_p - delta[:, None] => grad_p - tl.sum(p * grad_p, 1)[:, None]
+    | delta is summed over the keys of this tile; the one that is loaded covers the whole row
+p = tl.where(key[None, :] <= query[:, None], p, 0.0) => pass
+    | there is no mask; hidden weights are 0
+grad_q * scale => grad_q | dQ is not scaled: S is scale · Q Kᵀ
+grad_q += => grad_q = | each tile of keys overwrites dQ; add to it
+range(0, end, BK) => range(0, n, BK) | tiles behind the diagonal are loaded too
+"""
+
+
+@exercise("core", draw_for_backward, harness=KernelTask("q", {"grad_k": 3, "grad_v": 3}), **KERNEL)
 def backward_keys(
     q_ptr,
     k_ptr,
@@ -159,13 +217,14 @@ def backward_keys(
     tl.store(grad_v_ptr + k_rows, grad_v, mask=key[:, None] < n)
 
 
-def attention_backward(q, k, v, out, lse, grad_out, queries_kernel, keys_kernel):
-    heads, n, D = q.shape
-    scale = D**-0.5
-    delta = (grad_out * out).sum(-1)  # (heads, n)
-    given = (q, k, v, grad_out.contiguous(), lse, delta)
-    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-    sizes, grid = {"D": D, "BQ": 16, "BK": 16}, (triton.cdiv(n, 16), heads)
-    queries_kernel[grid](*given, grad_q, n, scale, **sizes)
-    keys_kernel[grid](*given, grad_k, grad_v, n, scale, **sizes)
-    return grad_q, grad_k, grad_v
+backward_keys.mistakes = """
+range(first // BQ * BQ, n, BQ) => range(0, n, BQ)
+    | tiles of queries before the diagonal are loaded too; none of them sees these keys
+range(first // BQ * BQ, n, BQ) => range(tl.program_id(0) * BQ, n, BQ)
+    | the loop starts at i * BQ; the keys of program i start at i * BK
+key[:, None] <= query[None, :] => key[:, None] >= query[None, :]
+    | the mask is that of (queries, keys); these scores are (keys, queries)
+- delta[None, :] => | delta is missing: dS is P ∘ (dP - delta)
+grad_k * scale => grad_k | dK is not scaled: S is scale · Q Kᵀ
+grad_v += => grad_v = | each tile of queries overwrites dV; add to it
+"""

@@ -29,7 +29,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Span:
-    """An event in a lane, `compute` or `network`; start and end in milliseconds."""
+    """An event in a lane, `compute` or `network`; start and end in milliseconds.
+
+    In the lane `memory` a block is `held` from the call of its all-gather until it is freed.
+    """
 
     lane: str
     kind: str
@@ -88,8 +91,11 @@ class _Step:
     """When the network has sent everything."""
 
     most: int = 0
+    called: dict[int, float] = field(default_factory=dict)
+    """Block that is held -> when its all-gather was called."""
+
     arrival: dict[int, float] = field(default_factory=dict)
-    """Block -> when it is gathered."""
+    """Block that is held -> when it is gathered."""
 
     done: dict[str, list[int]] = field(
         default_factory=lambda: {"forward": [], "backward": [], "reduce": []}
@@ -99,6 +105,7 @@ class _Step:
     def gather(self, block: int) -> str:
         if block in self.arrival:
             return "it is already gathered"
+        self.called[block] = self.now
         self.arrival[block] = self._send("gather", block)
         self.most = max(self.most, sum(self.sizes[b] for b in self.arrival))
         return ""
@@ -120,7 +127,11 @@ class _Step:
         return ""
 
     def free(self, block: int) -> str:
-        return "" if self.arrival.pop(block, None) is not None else "it is not gathered"
+        if block not in self.arrival:
+            return "it is not gathered"
+        del self.arrival[block]
+        self.spans.append(Span("memory", "held", block, self.called.pop(block), self.now))
+        return ""
 
     def _send(self, kind: str, block: int) -> float:
         start = max(self.now, self.network)

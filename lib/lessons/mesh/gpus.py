@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 from lib.core.allocator import synchronize
 from lib.core.files import ROOT
@@ -233,12 +234,18 @@ def measure_ring(tokens: int, heads: int, head_dim: int) -> dict[str, Any]:
     if tokens <= 2048:
         figures["rms_error"] = _errors(ring(q, k, v), whole, share)
     del whole
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "ring": lambda: ring(q, k, v),
         "send_then_compute": lambda: ring(q, k, v, overlap=False),
         "computing": lambda: ring(q, k, v, sends=False),
         "messages": lambda: messages(torch.stack((k, v))),
     }
+    if device.type == "cuda":
+        shared = SharedMemory((2, *k.shape), dtype, device)
+        calls["copied"] = lambda: ring(q, k, v, shared=shared)
+        if tokens <= 2048:
+            equal = all(map(torch.equal, ring(q, k, v, shared=shared), ring(q, k, v)))
+            figures["copied_equals_ring"] = all(gather_objects(equal))
     figures["times_ms"] = times_ms(calls, repeats=10)
     figures |= _medians(figures["times_ms"])
     # of each step's computing and message the longer counts, and the first step sends the next
@@ -250,7 +257,13 @@ def measure_ring(tokens: int, heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def ring(
-    q: Tensor, k: Tensor, v: Tensor, *, overlap: bool = True, sends: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    overlap: bool = True,
+    sends: bool = True,
+    shared: SharedMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ring attention in zigzag order: output and log-sum-exps (..., 1) of this rank's queries.
 
@@ -258,13 +271,16 @@ def ring(
         q, k, v: (batch, heads, tokens, head_dim), of two chunks: one from each end of the sequence.
         overlap: whether keys and values travel while the rank computes.
         sends: False leaves messages out, for timing; the result is then wrong.
+        shared: where copy engines find keys and values, instead of messages around the ring.
     """
     me, ranks, half = rank(), world_size(), q.shape[2] // 2
-    keys_and_values = torch.stack((k, v))
+    keys_and_values = torch.stack((k, v)) if shared is None else shared.put(k, v)
     out, lse = torch.empty(0), torch.empty(0)
     for step in range(ranks):
         arriving, under_way = keys_and_values, ()
-        if sends and step < ranks - 1:
+        if shared is not None and step < ranks - 1:
+            arriving, under_way = shared.fetch((me - step - 1) % ranks)
+        elif sends and step < ranks - 1:
             arriving, under_way = pass_on(keys_and_values)
         if not overlap:
             under_way = wait(under_way)
@@ -289,6 +305,32 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple
         return out.float(), lse[..., None]
     visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
     return attend(q, k, v, visible.tril() if is_causal else visible)
+
+
+class SharedMemory:
+    """Keys and values of each rank, which the others' copy engines read: no kernel takes part."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.own = symmetric_memory.empty(shape, dtype=dtype, device=device)
+        self.handle = symmetric_memory.rendezvous(self.own, dist.group.WORLD)
+        self.stream = torch.cuda.Stream(device)
+
+    def put(self, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's keys and values (2, batch, heads, tokens, head_dim), for all to read."""
+        self.handle.barrier(channel=0)  # nobody reads the last ones any more
+        torch.stack((k, v), out=self.own)
+        self.handle.barrier(channel=0)  # everybody's are complete
+        return self.own
+
+    def fetch(self, owner: int) -> tuple[Tensor, Sequence[Any]]:
+        """Start to copy those of rank `owner`; return what arrives, and an event to wait for."""
+        theirs = self.handle.get_buffer(owner, self.own.shape, self.own.dtype)
+        arriving = torch.empty_like(self.own)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            arriving.copy_(theirs, non_blocking=True)
+        arriving.record_stream(self.stream)
+        return arriving, [self.stream.record_event()]
 
 
 def pass_on(tensor: Tensor) -> tuple[Tensor, Sequence[Any]]:

@@ -16,13 +16,12 @@ import torch
 
 from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records, remaining
-from lib.data.batches import get_batch
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.data.token_array import load_token_array
+from lib.lessons.training import short_run
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm, cosine_lr
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
 
@@ -73,26 +72,8 @@ def train(
     `seed` selects the initial weights and the sequences.
     """
     model = TransformerLM(shape, device="cpu", generator=torch.Generator().manual_seed(seed))
-    optimizer = AdamW(model.parameters(), lr=training.learning_rate)
-    batches = np.random.default_rng(seed)
-    schedule: dict[str, Any] = {
-        "max_lr": training.learning_rate,
-        "min_lr": training.learning_rate / 10,
-        "warmup_steps": training.warmup_steps,
-        "cosine_steps": training.steps,
-    }
-    losses = []
-    for step in range(training.steps):
-        x, y = get_batch(
-            tokens, training.batch_size, shape.context_length, "cpu", generator=batches
-        )
-        loss = model.loss(x, y)
-        loss.backward()
-        clip_grad_norm(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = cosine_lr(step + 1, **schedule)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    optimizer = AdamW(model.parameters())
+    losses = short_run.train(model, optimizer, tokens, seed=seed, **dataclasses.asdict(training))
     return model, losses
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.lessons.differences import Named
 from lib.lessons.exercise import check_of, exercise
@@ -115,9 +111,10 @@ def draw_pairs(generator: random.Random, size: int) -> tuple:
     return draw_tensor(generator, vocab_size, vocab_size), *map(torch.tensor, ids)
 
 
-def without_autograd(attempt: Callable, weight: Tensor, *pairs: Tensor) -> Any:
-    with torch.no_grad():
-        return attempt(weight, *pairs)
+def without_autograd(attempt: Callable, weight: Tensor, *pairs: Tensor) -> Named:
+    with torch.no_grad(), Without(torch.autograd.grad, Tensor.backward, torch.autograd.backward):
+        loss, d_weight = attempt(weight, *pairs)
+    return Named({"the loss": loss, "the gradient": d_weight})
 
 
 @exercise("core", draw_pairs, harness=without_autograd, trials=80)
@@ -144,6 +141,12 @@ d_logits / len(inputs) => d_logits
 logits.softmax(-1) => logits.softmax(0) | softmax runs over the pairs; each row sums to 1 by itself
 d_logits / len(inputs) => -d_logits / len(inputs)
     | the sign of the gradient is wrong; it is softmax - one-hot, and not the reverse
+d_logits[rows, targets] -= 1 => d_logits[:, targets] -= 1
+    | [:, targets] subtracts 1 in every row at every target; each row has one, [rows, targets]
+index_add_(0, inputs => index_add_(0, targets
+    | the rows are added at the tokens that came; the logits are those of the token that was seen
+d_logits / len(inputs) => d_logits / len(weight)
+    | the gradient is divided by the vocabulary; divide it by the number of pairs
 """
 
 
@@ -235,147 +238,6 @@ order.append(value) => pass && seen.add(value) => seen.add(value); order.append(
 """
 
 
-# The loss in chunks, with its gradients
-
-
-def draw_hidden(generator: random.Random, size: int) -> tuple:
-    load_dispatch()
-    # so that the logits of all tokens are larger than any other tensor
-    d_model, vocab_size = generator.randint(2, 3), generator.randint(4, 5 + size // 2)
-    num_tokens = generator.choice([n for n in range(4, 7 + size) if n != vocab_size])
-    hidden = draw_tensor(generator, num_tokens, d_model) * generator.choice([1, 1, 1, 20])
-    targets = torch.tensor([generator.randrange(vocab_size) for _ in range(num_tokens)])
-    chunk_tokens = generator.choice([1, generator.randint(1, num_tokens - 1)])
-    return hidden, draw_tensor(generator, vocab_size, d_model), targets, chunk_tokens
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that an operation makes whose rows or columns are `width` long."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width, self.numbers, self.words = width, 0, ""
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        is_wide = isinstance(result, Tensor) and self.width in result.shape
-        if is_wide and result.numel() > self.numbers:
-            self.numbers, shape = result.numel(), tuple(result.shape)
-            name = op.overloadpacket.__name__
-            self.words = f"logits of shape {shape}" if name in MATMULS else f"a {shape} tensor"
-        return result
-
-
-# PyTorch's own operations behind `@`.
-MATMULS = ("mm", "addmm", "bmm", "matmul", "mv")
-# With as many chunks, what autograd keeps for one of them is less than the logits of all.
-MANY_CHUNKS = 12
-
-
-class Holder:
-    """A tensor that autograd keeps; it dies when backward has used it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class Kept:
-    """Notes how many numbers autograd keeps at once in tensors whose rows are `width` long."""
-
-    def __init__(self, width: int) -> None:
-        self.width, self.numbers = width, 0
-        self.alive: weakref.WeakSet[Holder] = weakref.WeakSet()
-
-    def pack(self, tensor: Tensor) -> Holder:
-        holder = Holder(tensor)
-        if tensor.shape[-1:] == (self.width,):
-            self.alive.add(holder)
-            self.numbers = max(self.numbers, sum(held.tensor.numel() for held in self.alive))
-        return holder
-
-
-@functools.cache
-def load_dispatch() -> None:
-    """Have PyTorch import what a first operation under a mode needs, before calls are timed."""
-    with Largest(1):
-        torch.zeros(1)
-
-
-def frugal(
-    attempt: Callable, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
-) -> Named:
-    """The loss and its gradients by name.
-
-    Raises:
-        ValueError: the attempt makes more logits than those of a chunk, or another tensor as
-            large, or has autograd keep those of all chunks.
-    """
-    num_logits, of_chunk = len(hidden) * len(weight), chunk_tokens * len(weight)
-    kept = Kept(len(weight))
-    hooks = saved_tensors_hooks(kept.pack, lambda holder: holder.tensor)
-    with Largest(len(weight)) as largest, hooks:
-        loss, d_hidden, d_weight = attempt(hidden, weight, targets, chunk_tokens)
-    # the gradient of `weight` is as wide
-    if largest.numbers > max(of_chunk, weight.numel()):
-        whose = "all tokens" if largest.numbers >= num_logits else "several chunks"
-        raise ValueError(
-            f"it makes {largest.words}, as many numbers as the logits of {whose}; "
-            f"chunk_tokens={chunk_tokens} allows {(chunk_tokens, len(weight))}"
-        )
-    if kept.numbers >= num_logits and len(hidden) >= MANY_CHUNKS * chunk_tokens:
-        raise ValueError("autograd keeps the logits of all chunks at once")
-    loss = torch.as_tensor(loss).detach()
-    return Named({"the loss": loss, "d_hidden": d_hidden, "d_weight": d_weight})
-
-
-def backward_at_the_end(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens))
-    losses = [F.cross_entropy(h @ weight.T, y, reduction="sum") for h, y in chunks]
-    loss = torch.stack(losses).sum() / len(targets)
-    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-    return loss, d_hidden, d_weight
-
-
-@exercise("optional", draw_hidden, harness=frugal, trials=60)
-def loss_in_chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, num_tokens = torch.zeros(()), len(hidden)
-    d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-    for start in range(0, num_tokens, chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        logits = hidden[chunk] @ weight.T  # (chunk, vocab)
-        rows = torch.arange(len(logits))
-        loss -= logits.log_softmax(-1)[rows, targets[chunk]].sum()
-        d_logits = logits.softmax(-1)
-        d_logits[rows, targets[chunk]] -= 1
-        d_hidden[chunk] = d_logits @ weight
-        d_weight += d_logits.T @ hidden[chunk]
-    return loss / num_tokens, d_hidden / num_tokens, d_weight / num_tokens
-
-
-loss_in_chunks.mistakes = """
-loss, num_tokens = torch.zeros(()), len(hidden) =>
-    loss, num_tokens, chunk_tokens = torch.zeros(()), len(hidden), len(hidden)
-    | all logits are made at once; go through the tokens chunk by chunk
-loss, num_tokens = torch.zeros(()), len(hidden) =>
-    return backward_at_the_end(hidden, weight, targets, chunk_tokens)
-    | backward is called once, at the end, so autograd keeps every chunk's logits until then; call
-    it for each chunk
-d_logits[rows, targets[chunk]] -= 1 => pass
-    | the one-hot of the target is missing; the gradient is softmax - one-hot
-d_weight += => d_weight = | d_weight keeps the last chunk alone; add up the chunks
-d_hidden / num_tokens, d_weight / num_tokens => d_hidden, d_weight
-    | the gradients are those of the sum; divide them by the number of tokens
-].sum() => ].mean() * num_tokens / math.ceil(num_tokens / chunk_tokens)
-    | the loss is a mean over chunks, though the last may be shorter; add up all losses, and divide
-    once
-"""
-
-
 # Attention with heads, which may share keys and values
 
 
@@ -389,14 +251,14 @@ def draw_attention(generator: random.Random, size: int) -> tuple:
     rows = (num_heads, num_kv_heads, num_kv_heads)
     w_q, w_k, w_v = (draw_tensor(generator, n * head_dim, d_model) / d_model for n in rows)
     w_out = draw_tensor(generator, d_model, num_heads * head_dim)
-    return x, w_q, w_k, w_v, w_out, num_heads, generator.choice([unchanged, by_position])
+    return x, w_q, w_k, w_v, w_out, num_heads, generator.choice([identity, scaled_by_position])
 
 
-def unchanged(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
-def by_position(x: Tensor) -> Tensor:
+def scaled_by_position(x: Tensor) -> Tensor:
     """Scale x (..., length, head_dim) by factors that differ between positions and coordinates."""
     length, head_dim = x.shape[-2:]
     return x * (1 + torch.arange(length)[:, None] * torch.arange(1, 1 + head_dim) / head_dim)
@@ -450,6 +312,26 @@ q, k = rope(q), rope(k) => q, k, v = rope(q), rope(k), rope(v)
     | values go through `rope`, too; only queries and keys do
 .transpose(1, 2).flatten(-2)  # (batch, length, d_model) => .reshape(*x.shape[:2], -1)
     | heads are put together without being transposed back, which mixes tokens
+y.unflatten(-1, (-1, head_dim)).transpose(1, 2) => y.reshape(len(y), -1, length, head_dim)
+    | heads are cut by a reshape to (batch, heads, length, head_dim), which mixes tokens; cut the
+    last dimension, then transpose
+unflatten(-1, (-1, head_dim)).transpose(1, 2) =>
+    unflatten(-1, (head_dim, -1)).permute(0, 3, 1, 2)
+    | a head takes coordinates that are far apart; it is `head_dim` neighbors: unflatten to
+    (heads, head_dim)
+q, k = rope(q), rope(k) => q = rope(q) | only queries go through `rope`; keys do, too
+split(x @ w_q.T), split(x @ w_k.T), split(x @ w_v.T) =>
+    split(rope(x @ w_q.T)), split(rope(x @ w_k.T)), split(x @ w_v.T)
+    && q, k = rope(q), rope(k) => pass
+    | `rope` is called before the cut into heads; each head is rotated by itself
+masked_fill(~visible => masked_fill(visible
+    | the mask is the wrong way round; it must hide the later keys
+tril() => tril(-1) | a query does not see its own key; it sees all up to its own
+~visible, -math.inf => ~visible, 0.0
+    | later keys get the score 0, which softmax makes a weight of; -inf makes it 0
+softmax(-1) => softmax(-2) | the softmax runs over queries; each query's weights sum to 1
+q @ k.transpose(-2, -1) => k @ q.transpose(-2, -1)
+    | queries and keys have changed places; a row of the scores is a query's
 """
 
 
@@ -494,6 +376,21 @@ torch.arange(0, head_dim, 2) => torch.arange(head_dim // 2)
     | the exponent is -i / head_dim; pair i has -2i / head_dim
 torch.arange(length)[:, None] => torch.arange(1, length + 1)[:, None]
     | the first position is 1; positions begin at 0, which is not rotated
+torch.arange(0, head_dim, 2) / => 2 * torch.arange(0, head_dim, 2) /
+    | the exponent is -4i / head_dim; pair i has -2i / head_dim
+-torch.arange(0, head_dim, 2) => torch.arange(0, head_dim, 2)
+    | later pairs rotate faster; the exponent is negative, -2i / head_dim
+theta ** => 10_000 ** | the base is always 10,000; it is `theta`
+length, head_dim = x.shape[-2:] =>
+    (length, head_dim), layout = x.shape[-2:], {"pairs": "halves", "halves": "pairs"}[layout]
+    | the layouts have changed places; "pairs" are neighbors
+x[..., 0::2], x[..., 1::2]) if layout == "pairs" else x.chunk(2, dim=-1) =>
+    x[..., 0::2], x[..., 1::2]) | `halves` are cut as pairs; there, a is the first half of x
+a * sin + b * cos) => (a * cos - b * sin) * sin + b * cos)
+    | b is rotated with the new a; keep the old a until both are computed
+cos, sin = angles.cos(), angles.sin() =>
+    cos, sin = (torch.cat((f, f), -1)[..., 0::2] for f in (angles.cos(), angles.sin()))
+    | in `pairs`, angles are repeated in halves; both coordinates of pair i rotate by angle i
 """
 
 
@@ -509,7 +406,7 @@ def draw_shape(generator: random.Random, size: int) -> tuple:
     return d_model, d_ff, layers, heads, kv_heads, vocab_size, context
 
 
-@exercise("warm-up", draw_shape)
+@exercise("optional", draw_shape)
 def bill(
     d_model: int,
     d_ff: int,
@@ -542,6 +439,13 @@ d_model // heads * kv_heads => d_model
     | keys and values are as wide as queries everywhere; they have kv_heads · head_dim
 2 * layers * kv_width * context * 2 => 2 * layers * kv_width * context
     | the cache is half as large as it should be: it holds both keys and values, of 2 bytes
+(2 * layers + 1) => (layers + 1) | each layer has one norm; there are two
+6 * (matrices + head) => 6 * (matrices + 2 * head + norms)
+    | all parameters are given FLOPs; a lookup is no matmul, and norms are no matrices
+12 * layers * context => 6 * layers * context
+    | scores that the mask hides are left out; they count here
+3 * d_model * d_ff => 2 * d_model * d_ff
+    | the feed-forward layer has two matrices; SwiGLU has three
 """
 
 

@@ -1,4 +1,4 @@
-"""Logits of Hugging Face's `transformers`, recorded once, so that notebook 02 needs no network.
+"""Logits of Hugging Face's `transformers`, recorded once, so that notebook 03 needs no network.
 
 `python -m lib lessons llama` makes artifacts/llama_logits.json anew; it needs `transformers`
 (.ci/requirements-interop.txt). Two models are in it:
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lib.core.files import ROOT, write_atomically
-from lib.data.stories import generate_stories
 from lib.model.llama import from_llama_config
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.config import ExportConfig
@@ -71,25 +69,6 @@ def read_logits(name: str) -> LlamaLogits:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     print("recorded with transformers {transformers}, torch {torch}, {date}".format(**record))
     return LlamaLogits(**record[name])
-
-
-def continue_greedily(
-    logits_of: Callable[[Tensor], Tensor], token_ids: Sequence[int], count: int
-) -> list[int]:
-    """Append the likeliest next token `count` times; return those appended.
-
-    Args:
-        logits_of: token ids (length,) -> logits (length, vocab).
-    """
-    ids = list(token_ids)
-    for _ in range(count):
-        ids.append(int(logits_of(torch.tensor(ids))[-1].argmax()))
-    return ids[len(token_ids) :]
-
-
-def held_out_story() -> str:
-    """The beginning of a text that the small model was not trained on."""
-    return "".join(generate_stories(2_000, split="validation"))
 
 
 def grouped_weights(seed: int = 0) -> dict[str, Tensor]:

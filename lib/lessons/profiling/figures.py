@@ -11,14 +11,14 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from lib.core.charts import gantt, lines
-from lib.core.figures import BLUE, GRAY, GREEN, INK, PURPLE, SKY, VERMILLION
+from lib.core.figures import BLUE, GRAY, INK, PURPLE, SKY, VERMILLION
 from lib.lessons.profiling.simulated import Kernel, ToyTrainer
 
 if TYPE_CHECKING:
     from lib.profiling.measurement import Measurement
 
 # Colors of kernels by name; none of these means a kind of work elsewhere in the notebook.
-TRACE_COLORS = (GREEN, PURPLE, SKY, VERMILLION)
+TRACE_COLORS = (PURPLE, "#44AA99", "#DDCC77", "#882255")
 
 
 def show_samples(times_ms: Sequence[float], *, title: str, measurement: Measurement | None = None):
@@ -58,7 +58,7 @@ def show_loop(trainer: ToyTrainer, *, title: str) -> None:
     gantt(lanes, title=title, xlabel="time (ms)", styles=styles, size=(9, 1.8))
 
 
-def short(name: str, width: int = 36) -> str:
+def short(name: str, width: int = 48) -> str:
     """A kernel's name without its C++ namespaces and template arguments, cut to `width`.
 
     >>> short("void at::native::vectorized_elementwise_kernel<4, at::native::AddOp<float>>(int)")
@@ -88,5 +88,5 @@ def show_traces(traces: Mapping[str, Sequence[Kernel]], *, named: int = 4) -> No
         ]
         styles = {label: {"color": c} for label, c in zip(labels.values(), TRACE_COLORS)}
         styles["_rest"] = {"color": GRAY}
-        how: dict = {"xlabel": "time (µs)", "styles": styles, "size": (9, 1.7)}
+        how: dict = {"xlabel": "time (µs)", "styles": styles, "size": (10.5, 1.7)}
         gantt({"GPU": boxes}, title=f"Trace {title}", **how)

@@ -65,26 +65,26 @@ def newest_records(path: str | os.PathLike) -> list[Record]:
     return list(newest.values())
 
 
+def _of_task(task: str) -> list[Record]:
+    records = newest_records(ARTIFACTS / "roofline.jsonl")
+    return [record for record in records if record["figures"]["task"] == task]
+
+
 def calls() -> list[dict[str, Any]]:
     """Matmuls on a GPU: when the call returns, and when the result is there."""
     rows = []
-    for record in (records := newest_records(ARTIFACTS / "roofline.jsonl")):
-        figures = record["figures"]
-        if figures["task"] == "call":
-            row = {"matmul": f"{figures['size']:,} × {figures['size']:,}"}
-            returned, done = figures["returned_ms"], figures["done_ms"]
-            row |= {"the call returns (ms)": returned, "the result is there (ms)": done}
-            flops = 2e-9 * figures["size"] ** 3
-            rows.append(
-                row | {"TFLOP/s, read too early": flops / returned, "TFLOP/s, really": flops / done}
-            )
-    return _placed(rows, records)
+    for record in (shown := _of_task("call")):
+        size, returned, done = (record["figures"][k] for k in ("size", "returned_ms", "done_ms"))
+        flops = 2e-9 * size**3
+        row = {"matmul": f"{size:,} × {size:,}", "the call returns (ms)": returned}
+        row |= {"the result is there (ms)": done, "TFLOP/s, read too early": flops / returned}
+        rows.append(row | {"TFLOP/s, really": flops / done})
+    return _placed(rows, shown)
 
 
 def sizes_on_gpu() -> dict[int, float]:
     """Numbers in a tensor -> µs of one elementwise operation, on the recorded GPU."""
-    records = newest_records(ARTIFACTS / "roofline.jsonl")
-    figures = [record["figures"] for record in records if record["figures"]["task"] == "size"]
+    figures = [record["figures"] for record in _of_task("size")]
     return {row["numbers"]: 1e3 * row["min_ms"] for row in figures}
 
 
@@ -108,7 +108,9 @@ def profiles() -> dict[str, Profile]:
     """The profiled steps by folder (see PROFILE_NAMES)."""
     found = {}
     for folder, name in PROFILE_NAMES.items():
-        figures = json.loads((PROFILES / folder / "summary.json").read_text())["figures"]
+        figures = json.loads((PROFILES / folder / "summary.json").read_text(encoding="utf-8"))[
+            "figures"
+        ]
         times = (figures["wall_ms"], figures["busy_ms"], figures["dispatch_ms"])
         counts = round(figures["kernels"]), round(figures["launches"])
         found[folder] = Profile(name, *times, *counts)
@@ -127,7 +129,10 @@ def show_gpu_timelines(*folders: str, start_ms: float = 0, end_ms: float | None 
     """Show recorded steps as timelines on the same time axis, all of it or a part."""
     from lib.profiling.figures import draw_trace
 
-    records = {name: json.loads((PROFILES / name / "summary.json").read_text()) for name in folders}
+    records = {
+        name: json.loads((PROFILES / name / "summary.json").read_text(encoding="utf-8"))
+        for name in folders
+    }
     last = end_ms or max(record["figures"]["wall_ms"] for record in records.values())
     figure, panels = plt.subplots(
         nrows=len(folders), figsize=(9, 0.7 + 1.7 * len(folders)), squeeze=False
@@ -151,27 +156,41 @@ def ways_to_launch() -> list[dict[str, Any]]:
         "without CUDA graph": "compiled (ms)",
         "all": "compiled, one CUDA graph (ms)",
     }
+    records = newest_records(ARTIFACTS / "training_benchmark.jsonl")
+    shown = [record for record in records if record["figures"]["candidate"] in names]
     found: dict[str, dict[str, Any]] = {}
-    for record in (records := newest_records(ARTIFACTS / "training_benchmark.jsonl")):
+    for record in shown:
         figures = record["figures"]
-        if figures["candidate"] in names:
-            row = found.setdefault(figures["model"], {})
-            row[names[figures["candidate"]]] = figures["median_ms"]
-            if figures["candidate"] == "all":
-                row["first step with the graph (ms)"] = 1e3 * figures["first_step_s"]
-    order = [*names.values(), "first step with the graph (ms)"]
-    rows = [{"model": model} | {key: row[key] for key in order} for model, row in found.items()]
-    return _placed(rows, records)
+        row = found.setdefault(figures["model"], {"model": figures["model"]})
+        row[names[figures["candidate"]]] = figures["median_ms"]
+        if figures["candidate"] == "all":
+            row["first step with the graph (ms)"] = 1e3 * figures["first_step_s"]
+    order = ["model", *names.values(), "first step with the graph (ms)"]
+    return _placed([{key: row[key] for key in order} for row in found.values()], shown)
 
 
 def block_on_gpu() -> tuple[Limits, list[MeasuredOperation], str]:
     """Limits of the recorded GPU, the operations of a block on it, and what they are, in words."""
     from lib.profiling.roofline import points_of
 
-    records = newest_records(ARTIFACTS / "roofline.jsonl")
+    records = [*_of_task("limits"), *_of_task("operation")]
     asked = records[-1]["config"]
     sizes = f"{asked['dtype']}, {asked['batch_size']} × {asked['context_length']:,} tokens"
     return *points_of(records), f"a block of {asked['model']}, {sizes}, {place_of(*records)}"
+
+
+def block_rows(limits: Limits, points: Iterable[MeasuredOperation]) -> list[dict[str, Any]]:
+    """The operations of a block: what they do a byte, how long they take, and their limit."""
+    return [
+        {
+            "operation": point.name,
+            "FLOP/byte": point.cost.intensity,
+            "time (ms)": point.median_ms,
+            "its limit": "arithmetic" if point.cost.intensity > limits.ridge else "memory",
+            "of its roof": f"{limits.share(point):.0%}",
+        }
+        for point in points
+    ]
 
 
 def anonymous_traces() -> dict[str, list[Kernel]]:
@@ -196,35 +215,42 @@ def _steps(kernel: str = "sdpa") -> list[Record]:
 
 def peak_memory() -> list[dict[str, Any]]:
     """Peak memory of training steps by context, with fused and with naive attention."""
-    rows = []
+    rows, shown = [], []
     for kernel, name in (("sdpa", "fused"), ("vectorized_torch", "naive")):
-        found = {r["config"]["seq_len"]: r["figures"] for r in _of_model(_steps(kernel), "small")}
+        of_model = [record for record in _steps(kernel) if record["config"]["model"] == "small"]
+        found = {record["config"]["seq_len"]: record["figures"] for record in of_model}
         row = {"attention": name}
         row |= {f"{n:,} tokens (GB)": found[n]["peak_memory_gb"] for n in sorted(found)}
         rows.append(row | {"1,024, by formula (GB)": found[max(found)]["predicted_memory_gb"]})
-    return _placed(rows, _steps(), "small, 4 sequences, bfloat16")
-
-
-def _of_model(records: Iterable[Record], model: str) -> list[Record]:
-    return [record for record in records if record["config"]["model"] == model]
+        shown += of_model
+    return _placed(rows, shown, "small, 4 sequences, bfloat16")
 
 
 def launch_bound_steps() -> list[dict[str, Any]]:
     """Training steps of four sizes with few and with many tokens, and what they launch."""
-    rows = []
-    for record in (records := _steps()):
-        asked, figures = record["config"], record["figures"]
-        if asked["seq_len"] == 256:
-            row = {"model": asked["model"], "launches": figures["launches"]}
-            rows.append(row | {"4 × 256 tokens (ms)": figures["median_ms"]})
-        elif asked["seq_len"] == 1024:
-            row = next(row for row in rows if row["model"] == asked["model"])
-            row["4 × 1,024 tokens (ms)"] = figures["median_ms"]
-    return _placed(rows, records, "bfloat16, plain PyTorch, without the profiler")
+    few, many = (
+        {record["config"]["model"]: record for record in _steps() if _tokens(record) == tokens}
+        for tokens in (256, 1024)
+    )
+    rows = [
+        {
+            "model": model,
+            "launches": few[model]["figures"]["launches"],
+            "4 × 256 tokens (ms)": few[model]["figures"]["median_ms"],
+            "4 × 1,024 tokens (ms)": many[model]["figures"]["median_ms"],
+        }
+        for model in few
+    ]
+    shown = [*few.values(), *many.values()]
+    return _placed(rows, shown, "bfloat16, plain PyTorch, without the profiler")
+
+
+def _tokens(record: Record) -> int:
+    return record["config"]["seq_len"]
 
 
 def predicted_steps(launch_ms: float) -> list[dict[str, Any]]:
-    """Training steps of 4 × 1,024 tokens beside the two times that they cannot undercut.
+    """Training steps of 4 × 1,024 tokens beside the time of their launches and their roof.
 
     Args:
         launch_ms: what the host takes to launch one operator.
@@ -233,23 +259,21 @@ def predicted_steps(launch_ms: float) -> list[dict[str, Any]]:
     from lib.profiling.roofline import predicted_ms
 
     limits, _, _ = block_on_gpu()
+    shown = [r for r in _steps() if _tokens(r) == 1024 and r["figures"]["status"] == "ok"]
     rows = []
-    for record in (records := _steps()):
+    for record in shown:
         asked, figures = record["config"], record["figures"]
-        if asked["seq_len"] == 1024 and figures["status"] == "ok":
-            shape = replace(model_preset(asked["model"]), context_length=1024)
-            device = predicted_ms(shape, asked["batch_size"], 1024, limits, element_bytes=2)
-            host = launch_ms * figures["launches"]
-            row = {"model": asked["model"], "launches": figures["launches"]}
-            row |= {"the host launches (ms)": host}
-            row |= {"the GPU, by its roof (ms)": device, "the longer (ms)": max(host, device)}
-            row |= {"measured (ms)": figures["median_ms"]}
-            row |= {"measured / the longer": figures["median_ms"] / max(host, device)}
-            rows.append(row | {"MFU": f"{figures['mfu']:.0%}"})
-    return _placed(rows, records, "4 × 1,024 tokens, bfloat16, plain PyTorch")
+        shape = replace(model_preset(asked["model"]), context_length=1024)
+        device = predicted_ms(shape, asked["batch_size"], 1024, limits, element_bytes=2)
+        host, took = launch_ms * figures["launches"], figures["median_ms"]
+        row = {"model": asked["model"], "launches": figures["launches"]}
+        row |= {"the host launches (ms)": host, "the GPU, by its roof (ms)": device}
+        row |= {"measured (ms)": took, "measured / the longer": took / max(host, device)}
+        rows.append(row | {"MFU": f"{figures['mfu']:.0%}"})
+    return _placed(rows, shown, "4 × 1,024 tokens, bfloat16, plain PyTorch")
 
 
-def _placed(rows: list[dict[str, Any]], records: list[Record], words: str = "") -> list[dict]:
-    """Return the rows of a table, and print the device and the dates of the records."""
-    print(", ".join(filter(None, (words, place_of(*records)))))
+def _placed(rows: list[dict[str, Any]], shown: list[Record], words: str = "") -> list[dict]:
+    """Return the rows of a table, and print the device and the dates of the records in it."""
+    print(", ".join(filter(None, (words, place_of(*shown)))))
     return rows

@@ -126,7 +126,7 @@ def what_runs_here(machine: Machine) -> list[dict[str, str]]:
         ("model and training", "02, 03", models),
         ("torch.compile", "12", compiled),
         ("profiles of a GPU", "04", profiles),
-        ("kernels in Triton", "05, 06", triton),
+        ("kernels in Triton", "05, 06, 07", triton),
         ("data parallelism, sharding", "08, 09, 10", parallel),
         ("speedrun", "12", speedrun),
     ]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,20 @@ import torch
 
 from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records
-from lib.data.batches import get_batch
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.data.token_array import load_token_array
+from lib.lessons.training.short_run import train
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm, cosine_lr
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.evaluation import bytes_of_token, evaluate
 
 RECORDS = ROOT / "artifacts/training_band.jsonl"
 # The reader's run has seed 0.
 SEEDS = range(1, 9)
+# Half and twice the rate, tried with the first so many seeds.
+OTHER_RATES, RATE_SEEDS = (0.005, 0.02), 3
 # Steps over which a curve is averaged.
 SMOOTHED = 20
 
@@ -73,24 +74,16 @@ def train_with_seed(run: BandRun, tokens: np.ndarray, seed: int) -> tuple[Transf
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = AdamW(groups, betas=(0.9, 0.95))
-    peak, generator, losses = run.learning_rate, np.random.default_rng(seed), []
-    for step in range(1, run.steps + 1):
-        rate = cosine_lr(
-            step,
-            max_lr=peak,
-            min_lr=peak / 10,
-            warmup_steps=run.steps // 5,
-            cosine_steps=run.steps,
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = get_batch(tokens, run.batch_size, run.context_length, "cpu", generator=generator)
-        loss = model.loss(*batch)
-        loss.backward()
-        clip_grad_norm(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(
+        model,
+        optimizer,
+        tokens,
+        steps=run.steps,
+        batch_size=run.batch_size,
+        learning_rate=run.learning_rate,
+        warmup_steps=run.steps // 5,
+        seed=seed,
+    )
     return model, losses
 
 
@@ -105,21 +98,22 @@ def record_band(path: Path = RECORDS) -> Path:
         load_token_array(data.output_dir / f"{part}.npy", tokenizer=tokenizer)
         for part in ("train", "validation")
     )
-    curves, judged = [], []
-    for seed in SEEDS:
+    judge: dict[str, Any] = {"batch_size": 32, "device": "cpu", "max_tokens": run.eval_tokens}
+
+    def trained(run: BandRun, seed: int) -> tuple[float, dict[int, float]]:
         model, losses = train_with_seed(run, tokens, seed)
-        result = evaluate(
-            model,
-            held_out,
-            bytes_of_token(tokenizer),
-            batch_size=32,
-            device="cpu",
-            max_tokens=run.eval_tokens,
-        )
-        judged.append(round(result.loss, 4))
-        curves.append(smooth(losses))
-        print(f"seed {seed}: held-out loss {judged[-1]:.3f}")
+        loss = evaluate(model, held_out, bytes_of_token(tokenizer), **judge).loss
+        print(f"rate {run.learning_rate}, seed {seed}: held-out loss {loss:.3f}", flush=True)
+        return round(loss, 4), smooth(losses)
+
+    judged, curves = zip(*(trained(run, seed) for seed in SEEDS))
     figures: dict[str, Any] = {"steps": [*curves[0]], "held_out": judged}
+    figures["held_out_at_rate"] = {
+        str(rate): [
+            trained(replace(run, learning_rate=rate), seed)[0] for seed in SEEDS[:RATE_SEEDS]
+        ]
+        for rate in OTHER_RATES
+    }
     for name, choose in {"low": min, "high": max}.items():
         figures[name] = [round(choose(curve[step] for curve in curves), 4) for step in curves[0]]
     path.unlink(missing_ok=True)
@@ -127,7 +121,10 @@ def record_band(path: Path = RECORDS) -> Path:
     return path
 
 
-def read_band(run: BandRun, path: Path = RECORDS) -> dict[str, list[float]] | None:
-    """The recorded band of `run`: "steps", "low", "high", "held_out"; None of another run."""
+def read_band(run: BandRun, path: Path = RECORDS) -> dict[str, Any] | None:
+    """The recorded band of `run`: "steps", "low", "high", "held_out", and "held_out_at_rate".
+
+    None of another run.
+    """
     (record,) = read_records(path)
     return record["figures"] if BandRun(**record["config"]) == run else None

@@ -200,6 +200,11 @@ states[name], rate => {}, rate
     | every update begins with an empty state; make the states once, before the loop
 on_step(total => on_step(loss.item() * accumulate
     | the loss is that of the last small batch alone; report the mean of all
+loss.backward() => torch.autograd.backward(loss);
+    torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)
+    | gradients are clipped after each small batch; clip once, their mean
+with torch.no_grad(): => if True:
+    | weights are changed while autograd watches; do it inside `with torch.no_grad():`
 """
 
 
@@ -255,6 +260,8 @@ def describe_diagnosis(yours: Any, expected: Mapping[str, str]) -> str:
         parts.append(f"missing: {missing}")
     if strange := ", ".join(str(letter) for letter in yours if letter not in expected):
         parts.append(f"no such run: {strange}")
+    if twice := ", ".join(f for f in expected.values() if list(yours.values()).count(f) > 1):
+        parts.append(f"named more than once: {twice}")
     if unknown := ", ".join(str(f) for f in yours.values() if f not in expected.values()):
         parts.append(f"unknown fault: {unknown}")
     return "; ".join(parts)
@@ -306,7 +313,7 @@ def interrupt(resume: Callable, make_run: MakeRun, before: int, after: int) -> A
     return weights
 
 
-@exercise("core", draw_runs, harness=interrupt)
+@exercise("optional", draw_runs, harness=interrupt)
 def resume(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
     first = make_run()
     first.train(before)
@@ -346,6 +353,15 @@ saved: dict[str, Any] = { => saved = dict(vars(first)) or {
     changes them
 "weights": first.weights.clone() => "weights": first.weights
     | the weights saved are those of the run, which goes on and changes them; clone them
+first.mean.clone() => first.mean && first.square.clone() => first.square
+    | the moments saved are those of the run, which goes on and changes them; clone them
+list(first.order) => first.order
+    | the order saved is the run's own list, which shrinks; copy it
+second.generator.setstate(saved["generator"]) => second.generator = first.generator
+    | both runs share a generator, and the lost step has used it; save `getstate()`
+first.train(1) => pass && "weights": first.weights.clone(), =>
+    "weights": (first.train(1), first.weights.clone())[1],
+    | the state is saved after the step that should be lost
 """
 
 
@@ -405,7 +421,7 @@ def draw_prompt(generator: random.Random, size: int) -> tuple:
     return model, prompt, 1 + size // 2
 
 
-@exercise("core", draw_prompt)
+@exercise("optional", draw_prompt)
 def decode(model: ToyDecoder, prompt: Sequence[int], count: int) -> list[int]:
     tokens, keys, values = list(prompt), [], []
     for position in range(len(prompt) + count - 1):
@@ -434,6 +450,10 @@ qkv(tokens[position], position) => qkv(tokens[position], position + 1)
 tokens[len(prompt) :] => tokens | the prompt is returned too; return the new tokens
 weights = scores => scores[1:] = -math.inf; weights = scores
     | all attend to position 0 alone, as with `is_causal=True` and one query; no mask is needed
+math.sqrt(q.shape[-1]) => math.sqrt(q.numel())
+    | the scale has the root of all heads' numbers; take head_dim
+weights = scores => scores[-1] = -math.inf if position else 0.0; weights = scores
+    | a token leaves itself out; it attends to itself, too
 """
 
 

@@ -1,26 +1,17 @@
-"""Figures of notebook 03: a loss curve that grows during a run, sliders for sampling."""
+"""The figure of notebook 03 that grows during a run: its loss."""
 
 from __future__ import annotations
 
-import html
 import io
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from lib.core import figures
 from lib.core.charts import lines
-from lib.lessons.explorer import explorer, markup
-from lib.lessons.show import visible
-from lib.training.generation import next_token_probabilities
 
 if TYPE_CHECKING:
     from IPython.display import Image, Markdown
-    from ipywidgets import VBox
-
-    from lib.tokenizer.bpe import Tokenizer
 
 
 # Drawing takes at most this share of the time, and there is at most one figure per second.
@@ -31,13 +22,6 @@ SERIES = {
     "loss": ("training", {"marker": "", "color": figures.BLUE}),
     "validation_loss": ("validation", {"linestyle": "--", "color": figures.VERMILLION}),
 }
-COLUMNS = "grid-template-columns:6.5em minmax(4em,12em) 4em"  # narrower bars on a phone
-ROW = f"display:grid;{COLUMNS};align-items:center;gap:.5em;height:1.45em"
-TOKEN = "text-align:right;font:13px ui-monospace,monospace;white-space:pre;overflow:hidden"
-BAR = f"height:.95em;box-sizing:border-box;border:1px solid {figures.BLUE};min-width:1px;width:"
-# Temperature and top-p shown where nobody can move the sliders. The last two
-# cut within the few bars that fit, so that some are hollow.
-STILL_SETTINGS = ((0.0, 1.0), (2.0, 1.0), (1.0, 0.9), (1.0, 0.65), (2.0, 0.1))
 
 
 class LossCurve:
@@ -133,52 +117,3 @@ def draw_losses(
         legend="upper right",
     )
     axes.set_xlim(0, steps)
-
-
-def sampling_bars(
-    logits: Tensor, tokenizer: Tokenizer, temperature: float, top_p: float, *, num_bars: int = 12
-) -> str:
-    """HTML bars of the likeliest next tokens' probabilities, hollow where top-p cuts.
-
-    Args:
-        logits: (vocab,).
-        num_bars: tokens shown.
-    """
-    before = next_token_probabilities(logits, temperature)
-    after = next_token_probabilities(logits, temperature, top_p=top_p)
-    # by the logits, since at low temperatures many probabilities are 0 alike
-    ids = logits.topk(min(num_bars, len(logits))).indices
-    rows = []
-    for token_id, probability in zip(ids.tolist(), before[ids].tolist()):
-        kept = after[token_id].item()
-        # ids beyond the tokenizer's only pad the embedding
-        token = tokenizer.vocab.get(token_id, b"")
-        fill = f";background:{figures.BLUE}" if kept else ""
-        rows.append(
-            f'<div style="{ROW}"><span style="{TOKEN}">{html.escape(visible(token))}</span>'
-            f'<span style="{BAR}{100 * (kept or probability):.2f}%{fill}"></span>'
-            f"<span>{f'{kept:.1%}' if kept else 'cut'}</span></div>"
-        )
-    count = int((after > 0).sum())
-    caption = f"Temperature {temperature:g}, top-p {top_p:g}: {count:,} of {len(before):,} tokens"
-    return f'<div style="margin:0 0 1em"><div>{caption}</div>{"".join(rows)}</div>'
-
-
-def sampling_sliders(logits: Tensor, tokenizer: Tokenizer) -> VBox:
-    """Sliders for temperature and top-p above the bars of `sampling_bars`."""
-    import ipywidgets
-
-    logits = logits.detach().float().cpu()
-    look = {"step": 0.05, "readout_format": ".2f", "layout": {"width": "min(100%, 30rem)"}}
-    look["style"] = {"description_width": "7em"}
-
-    def show(temperature: float, top_p: float) -> dict[str, Any]:
-        bars = sampling_bars(logits, tokenizer, temperature, top_p)
-        return markup(bars, "probabilities as bars")
-
-    return explorer(
-        show,
-        temperature=ipywidgets.FloatSlider(1.0, min=0, max=2, description="temperature", **look),
-        top_p=ipywidgets.FloatSlider(1.0, min=0.05, max=1.0, description="top-p", **look),
-        still=STILL_SETTINGS,
-    )

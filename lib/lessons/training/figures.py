@@ -1,4 +1,4 @@
-"""Pictures of notebook 03 that are more than a chart: valley, band, broken runs, float16."""
+"""Pictures of notebook 03 that are more than a chart: valley, band, broken runs."""
 
 from __future__ import annotations
 
@@ -130,22 +130,4 @@ def show_broken_runs(runs: Mapping[str, Mapping[str, Any]], floor: float) -> Non
         for axes in (upper, lower):
             axes.label_outer()
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    plt.show()
-
-
-def show_float16(gradient: Tensor) -> None:
-    """Show the sizes of gradients, as they are and times 2¹⁶, and what float16 can hold."""
-    _, axes = plt.subplots(figsize=(7, 2.8))
-    sizes = gradient[gradient != 0].abs().log2()
-    for name, shift, color in (("as they are", 0, ORANGE), ("loss times 2¹⁶", 16, BLUE)):
-        axes.hist(sizes + shift, bins=80, alpha=0.8, color=color, label=name)
-    axes.axvspan(axes.get_xlim()[0], -25, color=INK, alpha=0.12, linewidth=0)
-    axes.axvspan(-25, -14, color=INK, alpha=0.05, linewidth=0)
-    axes.set(xlabel="log₂ of a gradient's size", ylabel="number of gradients")
-    axes.set_title("What float16 can hold")
-    for place, words in ((-25, "becomes 0 "), (-14, "loses digits ")):
-        where = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
-        axes.annotate(words, (place, 0.98), **where)
-    axes.margins(x=0, y=0.15)
-    axes.legend()
     plt.show()

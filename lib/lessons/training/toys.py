@@ -17,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lib.data import get_batch
 from lib.data.stories import generate_stories
+from lib.lessons.training.short_run import train
 from lib.model import ModelConfig, TransformerLM
-from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
+from lib.optimizer import AdamW
 
 # Points of a batch of `ToyLoss`, whose activations fill the memory of its story.
 BATCH_POINTS = 3
@@ -186,24 +187,18 @@ def loss_on_budget(settings: Mapping[str, float]) -> float:
             follow: BUDGET // batch_size.
     """
     text = "".join(generate_stories(60_000)), "".join(generate_stories(8_000, split="validation"))
-    train, held_out = (np.frombuffer(part.encode(), dtype=np.uint8) for part in text)
+    read, held_out = (np.frombuffer(part.encode(), dtype=np.uint8) for part in text)
     model = TransformerLM(BUDGET_SHAPE, generator=torch.Generator().manual_seed(0))
-    batch_size, rate = int(settings["batch_size"]), float(settings["learning_rate"])
-    optimizer = AdamW(model.parameters(), lr=rate, weight_decay=float(settings["weight_decay"]))
-    generator, steps = np.random.default_rng(0), BUDGET // batch_size
-    for step in range(steps):
-        x, y = get_batch(train, batch_size, 32, "cpu", generator=generator)
-        for group in optimizer.param_groups:
-            group["lr"] = cosine_lr(
-                step + 1,
-                max_lr=rate,
-                min_lr=rate / 10,
-                warmup_steps=int(settings["warmup_steps"]),
-                cosine_steps=steps,
-            )
-        model.loss(x, y).backward()
-        clip_grad_norm(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    batch_size = int(settings["batch_size"])
+    train(
+        model,
+        AdamW(model.parameters(), weight_decay=float(settings["weight_decay"])),
+        read,
+        steps=BUDGET // batch_size,
+        batch_size=batch_size,
+        learning_rate=float(settings["learning_rate"]),
+        warmup_steps=int(settings["warmup_steps"]),
+        seed=0,
+    )
     with torch.no_grad():
         return model.loss(*get_batch(held_out, 128, 32, "cpu", generator=1)).item()

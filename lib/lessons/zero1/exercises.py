@@ -34,47 +34,47 @@ def whole_numbers(values: Any, what: str) -> Any:
 # Better and worse partitions
 
 
-def weigh(assign: Callable, sizes: list[int], ranks: int) -> Named:
+def weigh(assign: Callable, sizes: list[int], n: int) -> Named:
     """Any partition that is as balanced as largest first is as good."""
     # a copy, since an attempt may sort the list in place
-    owners = whole_numbers(assign([*sizes], ranks), "an owner")
-    largest_first = whole_parameters.balanced_owners(sizes, [0] * ranks)
-    fullest = max(max(loads(each, sizes, ranks)) for each in (owners, largest_first))
-    owned = sum(owner in range(ranks) for owner in owners[: len(sizes)])
+    owners = whole_numbers(assign([*sizes], n), "an owner")
+    largest_first = whole_parameters.balanced_owners(sizes, [0] * n)
+    fullest = max(max(loads(each, sizes, n)) for each in (owners, largest_first))
+    owned = sum(owner in range(n) for owner in owners[: len(sizes)])
     return Named(
         {"owners": len(owners), "parameters with an owner": owned, "largest load": fullest}
     )
 
 
-def loads(owners: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
+def loads(owners: Sequence[int], sizes: Sequence[int], n: int) -> list[int]:
     """The elements of each rank."""
-    return [sum(s for s, owner in zip(sizes, owners) if owner == rank) for rank in range(ranks)]
+    return [sum(s for s, owner in zip(sizes, owners) if owner == rank) for rank in range(n)]
 
 
 PARAMETERS = {
     # vectors and matrices, in no order
     "sizes": lists(choices(1, 2, 3, *range(4, 40)), 3, 18),
-    "ranks": ints(2, 4),
+    "n": ints(2, 4),
 }
 
 
-@exercise("warm-up", PARAMETERS, harness=weigh)
-def balanced_owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    owners, loads = [0] * len(sizes), [0] * ranks
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        owners[number] = loads.index(min(loads))
-        loads[owners[number]] += sizes[number]
+@exercise("optional", PARAMETERS, harness=weigh)
+def balanced_owners(sizes: Sequence[int], n: int) -> list[int]:
+    owners, loads = [0] * len(sizes), [0] * n
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
     return owners
 
 
 balanced_owners.mistakes = """
-loads.index(min(loads)) => number % ranks
+loads.index(min(loads)) => index % n
     | parameters go to the ranks round robin, whatever their sizes
-return owners => return [number // -(-len(sizes) // ranks) for number in range(len(sizes))]
+return owners => return [number // -(-len(sizes) // n) for number in range(len(sizes))]
     | each rank gets equally many consecutive parameters; count elements, not parameters
-return owners => return [owners[n] for n in sorted(range(len(sizes)), key=lambda n: -sizes[n])]
+return owners => return [owners[i] for i in sorted(range(len(sizes)), key=lambda i: -sizes[i])]
     | the owners are in the order in which they were assigned; return them in the order of `sizes`
-sorted(range(len(sizes)), key=lambda number: -sizes[number]) => range(len(sizes))
+sorted(range(len(sizes)), key=lambda index: -sizes[index]) => range(len(sizes))
     | the list is not sorted first; a large parameter that comes late finds no room on any rank
 min(loads) => max(loads)
     | all go to one rank: the loads are never updated, or each goes to the rank with the most so far
@@ -85,10 +85,10 @@ def excess(assign: Callable) -> float:
     """By how much the largest load is above an equal share, in %: the mean over fixed cases."""
     generator, found = random.Random(8), []
     for _ in range(40):
-        ranks = generator.randint(3, 5)
-        sizes = [generator.randint(20, 100) for _ in range(3 * ranks)]
-        fullest = max(loads(assign(list(sizes), ranks), sizes, ranks))
-        found.append(100 * (fullest * ranks / sum(sizes) - 1))
+        n = generator.randint(3, 5)
+        sizes = [generator.randint(20, 100) for _ in range(3 * n)]
+        fullest = max(loads(assign(list(sizes), n), sizes, n))
+        found.append(100 * (fullest * n / sum(sizes) - 1))
     return statistics.mean(found)
 
 
@@ -102,9 +102,9 @@ def excess(assign: Callable) -> float:
     baseline=balanced_owners.solve,
     must_beat=True,
 )
-def fair_owners(sizes: Sequence[int], ranks: int) -> list[int]:
+def fair_owners(sizes: Sequence[int], n: int) -> list[int]:
     # largest first
-    owners, loads = [0] * len(sizes), [0] * ranks
+    owners, loads = [0] * len(sizes), [0] * n
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += sizes[index]
@@ -120,7 +120,7 @@ def fair_owners(sizes: Sequence[int], ranks: int) -> list[int]:
                     and 0 < sizes[index] - sizes[other] < loads[fullest] - loads[owners[other]]
                 ):
                     return index, owners[other], other
-            for rank in range(ranks):
+            for rank in range(n):
                 if owner == fullest and sizes[index] < loads[fullest] - loads[rank]:
                     return index, rank, None
         return None
@@ -136,7 +136,7 @@ def fair_owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 fair_owners.mistakes = """
-return owners => return [index % ranks for index in range(len(sizes))]
+return owners => return [index % n for index in range(len(sizes))]
     | parameters go to the ranks round robin, whatever their sizes
 return owners => return owners[:-1] | some parameters have no owner
 """
@@ -151,26 +151,26 @@ def cut(boundaries: Callable, *sizes: int) -> Any:
 
 
 @exercise(
-    "warm-up",
+    "optional",
     {
         "num_elements": ints(1, 300),
-        "ranks": choices(1, 2, 3, 4, 8),
+        "n": choices(1, 2, 3, 4, 8),
         "alignment": choices(1, 2, 4, 8),
     },
     harness=cut,
 )
-def shard_boundaries(num_elements: int, ranks: int, alignment: int) -> list[tuple[int, int]]:
-    length = -(-num_elements // (ranks * alignment)) * alignment
-    return [(rank * length, (rank + 1) * length) for rank in range(ranks)]
+def shard_boundaries(num_elements: int, n: int, alignment: int) -> list[tuple[int, int]]:
+    length = -(-num_elements // (n * alignment)) * alignment
+    return [(rank * length, (rank + 1) * length) for rank in range(n)]
 
 
 shard_boundaries.mistakes = """
--(-num_elements // (ranks * alignment)) * alignment => num_elements // ranks
+-(-num_elements // (n * alignment)) * alignment => num_elements // n
     | there is no padding: the length is divided and rounded down, and elements are left over
-(ranks * alignment)) * alignment => ranks)
+(n * alignment)) * alignment => n)
     | the buffer is padded to a multiple of the ranks alone, not to a multiple of ranks times
     alignment
--(-num_elements // (ranks * alignment)) => (num_elements // (ranks * alignment) + 1)
+-(-num_elements // (n * alignment)) => (num_elements // (n * alignment) + 1)
     | a buffer that needs no padding is padded too; round up only where there is a remainder
 (rank + 1) * length) => length) | the pairs are starts and lengths, not starts and stops
 (rank + 1) * length) => min((rank + 1) * length, num_elements))
@@ -269,17 +269,17 @@ torch.zeros(-len(joined) % ranks.count)]) => ])[: len(joined) // ranks.count * r
     {
         "method": choices("ddp", "zero1_parameters", "zero1_flat", "zero3"),
         "num_bytes": choices(1000, 10**6, 25 * 10**6, 10**9, 4 * 10**9),
-        "ranks": choices(1, 2, 3, 4, 8, 64),
+        "n": choices(1, 2, 3, 4, 8, 64),
     },
 )
-def sent_bytes(method: str, num_bytes: int, ranks: int) -> float:
+def sent_bytes(method: str, num_bytes: int, n: int) -> float:
     passes = {"ddp": 2, "zero1_parameters": 3, "zero1_flat": 2, "zero3": 3}
-    return passes[method] * (ranks - 1) / ranks * num_bytes
+    return passes[method] * (n - 1) / n * num_bytes
 
 
 sent_bytes.mistakes = """
-(ranks - 1) / ranks => 1 | (n - 1) / n is missing; each rank keeps one part
-(ranks - 1) / ranks => (ranks - 1) | the factor is n - 1; each message is one part of n
+(n - 1) / n => 1 | (n - 1) / n is missing; each rank keeps one part
+(n - 1) / n => (n - 1) | the factor is n - 1; each message is one part of n
 "ddp": 2, "zero1_parameters": 3 => "ddp": 1, "zero1_parameters": 2
     | an all-reduce counts once, in ddp and in zero1_parameters; it is a reduce-scatter and an
     all-gather
@@ -294,7 +294,7 @@ sent_bytes.mistakes = """
 # A checkpoint for another number of ranks
 
 
-def load(attempt: Callable, num_elements: int, saved_by: int, ranks: int) -> Named:
+def load(attempt: Callable, num_elements: int, saved_by: int, n: int) -> Named:
     """The slices that ranks load, and how much they read.
 
     Element number i is i + 1, and the padding of a file is -1, so that what comes from it shows.
@@ -312,16 +312,16 @@ def load(attempt: Callable, num_elements: int, saved_by: int, ranks: int) -> Nam
         return files[file, start:stop].clone()
 
     found = Named()
-    for rank in range(ranks):
+    for rank in range(n):
         num_read = 0
-        found[f"slice of rank {rank}"] = attempt(read, num_elements, saved_by, ranks, rank)
+        found[f"slice of rank {rank}"] = attempt(read, num_elements, saved_by, n, rank)
         found[f"elements that rank {rank} reads"] = num_read
     return found
 
 
 @exercise(
     "core",
-    {"num_elements": ints(1, 38), "saved_by": choices(1, 2, 3, 4), "ranks": choices(1, 2, 3, 5)},
+    {"num_elements": ints(1, 38), "saved_by": choices(1, 2, 3, 4), "n": choices(1, 2, 3, 5)},
     harness=load,
     trials=60,
 )
@@ -329,10 +329,10 @@ def reshard(
     read: Callable[[int, int, int], Tensor],
     num_elements: int,
     saved_by: int,
-    ranks: int,
+    n: int,
     rank: int,
 ) -> Tensor:
-    saved, length = -(-num_elements // saved_by), -(-num_elements // ranks)
+    saved, length = -(-num_elements // saved_by), -(-num_elements // n)
     mine = torch.zeros(length)
     start, stop = rank * length, min((rank + 1) * length, num_elements)
     for file in range(saved_by):
@@ -353,6 +353,6 @@ return mine => return mine[: max(0, stop - start)]
     | the slice has no padding; all slices have equal length
 in range(saved_by) => in range(rank, min(rank + 1, saved_by))
     | only the file of the same number is read
--(-num_elements // ranks) => -(-num_elements // saved_by)
+-(-num_elements // n) => -(-num_elements // saved_by)
     | a slice is as long as before, for `saved_by` ranks
 """

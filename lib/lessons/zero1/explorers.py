@@ -29,7 +29,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 # By name the stage of ZeRO, and who averages gradients. The first three are this library's, the
 # last two the paper's; FSDP2 is close to the last.
 STAGES = {
-    "none": (0, "flashddp"),
+    "DDP": (0, "flashddp"),
     "zero1 behind flashddp": (1, "flashddp"),
     "zero1": (1, "none"),
     "ZeRO-2": (2, "none"),
@@ -127,9 +127,9 @@ class Case:
 def draw_setting(figure: Figure, case: Case) -> None:
     """Bars of a rank's bytes by kind: of plain data parallelism, and below of the chosen stage."""
     bars, peaks, config = {}, {}, case.config()
-    for each in dict.fromkeys(("none", case.stage)):
+    for each in dict.fromkeys(("DDP", case.stage)):
         memory = case.memory(each)
-        bars[each] = memory_kinds(config, memory, case.ranks, is_sharded=each != "none")
+        bars[each] = memory_kinds(config, memory, case.ranks, is_sharded=each != "DDP")
         peaks[each] = memory.peak
     words = f"{case.model}, {num_parameters(config) / 1e9:.3g} billion weights, {case.ranks} rank"
     words += "s" * (case.ranks > 1)

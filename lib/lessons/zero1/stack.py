@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lib.ddp.process_group import world_size
 from lib.ddp.wrappers import wrap
-from lib.lessons.ddp.stack import Busy, Layers, Stack, timeline
+from lib.lessons.ddp.stack import Layers, Stack, timeline
 from lib.lessons.simulated_network import Network, SimulatedGroup, simulated_group
 from lib.optimizer.adamw import AdamW
 from lib.profiling.collectives import messages
@@ -35,35 +35,30 @@ class Step:
     """Bytes that this rank sends."""
 
 
-class PartedStack(Stack):
-    """A stack whose layers are modules, and which tells `before_part` of each in forward."""
-
-    def __init__(self, layers: Layers, group: SimulatedGroup) -> None:
-        super().__init__(layers, group)
-        self.parts = nn.ModuleList(nn.ParameterList([weight]) for weight in self.weights)
-        self.before_part: Callable[[nn.Module], Any] = lambda part: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part, weight in zip(self.parts, self.weights):
-            self.before_part(part)
-            x = Busy.apply(x + weight.sum(), self)
-        return x
-
-
 # Makes, from a stack and its group, the model and what follows backward.
-Maker = Callable[[PartedStack, SimulatedGroup], tuple[nn.Module, Callable[[], Any]]]
+Maker = Callable[[Stack, SimulatedGroup], tuple[nn.Module, Callable[[], Any]]]
 
 
 def of_optimizer(make: Callable[..., Any]) -> Maker:
-    """A maker of `make(params, group=)`, whose `step` averages gradients, too."""
+    """A maker of `make(params, group=)`, an optimizer that averages gradients, too.
+
+    If it has `before_part`, the stack calls that before each of its parts runs.
+    """
     return partial(_with_optimizer, make)
 
 
-def _with_optimizer(make: Callable, stack: PartedStack, group: SimulatedGroup) -> tuple:
-    return stack, make(stack.parameters(), group=group).step
+def _with_optimizer(make: Callable, stack: Stack, group: SimulatedGroup) -> tuple:
+    optimizer = make(stack.parameters(), group=group)
+    stack.before_part = getattr(optimizer, "before_part", stack.before_part)
+
+    def after_backward() -> None:
+        optimizer.finish_gradient_synchronization()
+        optimizer.step()
+
+    return stack, after_backward
 
 
-def flashddp(stack: PartedStack, group: SimulatedGroup) -> tuple:
+def flashddp(stack: Stack, group: SimulatedGroup) -> tuple:
     """Plain data parallelism: a bucket a layer, all-reduced under backward."""
     model = wrap("flashddp", stack, group=group, bucket_cap_mb=_layer_mb(stack))
     optimizer = AdamW(stack.parameters())
@@ -75,7 +70,7 @@ def flashddp(stack: PartedStack, group: SimulatedGroup) -> tuple:
     return model, step
 
 
-def zero1(stack: PartedStack, group: SimulatedGroup, *, under_forward: bool = False) -> tuple:
+def zero1(stack: Stack, group: SimulatedGroup, *, under_forward: bool = False) -> tuple:
     """ZeRO-1 of the library: a bucket a layer, reduce-scattered under backward.
 
     Args:
@@ -95,7 +90,7 @@ def zero1(stack: PartedStack, group: SimulatedGroup, *, under_forward: bool = Fa
     return stack, optimizer.step
 
 
-def _layer_mb(stack: PartedStack) -> float:
+def _layer_mb(stack: Stack) -> float:
     return 4 * max(stack.layers.sizes) / 2**20
 
 
@@ -115,7 +110,7 @@ def time_ways(
 
 
 def _step(make: Maker, group: SimulatedGroup, layers: Layers) -> Step:
-    stack = PartedStack(layers, group)
+    stack = Stack(layers, group)
     model, after_backward = make(stack, group)
     starts = []
     for _ in range(STEPS_BEFORE + 1):

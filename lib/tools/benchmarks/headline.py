@@ -187,7 +187,8 @@ CAUSAL = {
     "in_graph": True,
 }
 ATTENTION = {
-    "forward": "**Attention forward**, 4,096 tokens, causal: {times}; notebook 06 leads to it.",
+    "forward": "**Attention forward**, 4,096 tokens, causal: {times}; "
+    "notebooks 06 and 07 lead to it.",
     "backward": "**Attention backward**: {times}, which is ahead here.",
 }
 COMPARISONS = (

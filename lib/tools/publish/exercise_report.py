@@ -8,31 +8,60 @@ tampered if its check ran without a verdict, since something else has taken its 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
+import threading
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nbclient import NotebookClient
 from tqdm import tqdm
 
 from lib.core.files import ROOT, write_atomically
 from lib.core.records import to_markdown
+from lib.core.settings import PositiveInt, check, settings
 from lib.core.terminal import bar_size
 from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import read_notebook
-from lib.tools.publish.execute import execute
-from lib.tools.publish.plan import ALL, NotebooksConfig, find_notebooks
+from lib.tools.publish.execute import execute, kill
+from lib.tools.publish.plan import find_notebooks
 
 # check_merge(merge), exercises.check(mine, "merge"), order = exercises.take(order)
 CALL = re.compile(
     r"""^[^#\n]*?(?<!def )\b(check\w*|take)\(\s*(\w+)\b\s*(?:,\s*["'](\w+)["'])?\s*[,)]""",
     re.MULTILINE,
 )
+# ### Exercise 2 (core): learn the merges
+TIER = re.compile(r"^### (?:Exercise|Puzzle) \d+ \(([\w-]+)\)", re.MULTILINE)
 Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
+
+
+@settings
+class ExercisesConfig:
+    """Which notebooks to run, and whose."""
+
+    notebooks: tuple[str, ...] = ()
+    """Numbers (`01`) or names (`01_tokenizer`); none = all, or all that were handed in."""
+
+    submissions: Path | None = None
+    """Folder with a folder or a notebook of each student, to grade. None = your own, in work/."""
+
+    csv: Path | None = None
+    """With `submissions`: write a row for each exercise of each student to this file."""
+
+    seconds: PositiveInt = 900
+    """Most seconds for a notebook; exercises that are not reached by then are blocked."""
+
+    def __post_init__(self) -> None:
+        check(self, "csv", self.submissions or not self.csv, "left out without submissions")
+
+
+YOURS = ExercisesConfig()
 
 
 @dataclass(frozen=True)
@@ -48,7 +77,10 @@ class Answer:
 
 
 def report_exercises(
-    config: NotebooksConfig = ALL, *, folder: Path | None = None, output: Path | None = None
+    config: ExercisesConfig = YOURS,
+    *,
+    folder: Path | None = None,
+    output: Path | None = None,
 ) -> int:
     """Run notebooks, print which of their exercises are solved, and write that as JSON.
 
@@ -72,7 +104,7 @@ def report_exercises(
         # one that is no notebook is named before any is run
         read_notebook(path)
     for path in tqdm(paths, desc="notebooks", disable=None, leave=False, **bar_size()):
-        answers += answers_in(path)
+        answers += answers_in(path, config.seconds)
     write_atomically(output, json.dumps([asdict(answer) for answer in answers], indent=1))
     columns = ("notebook", "exercise", "tier", "result")
     print(to_markdown([asdict(answer) for answer in answers], columns))
@@ -95,11 +127,15 @@ class Check:
     cell: int
     """The number of its cell."""
 
+    tier: str = ""
+    """What the heading above it says: warm-up, core, extra or open."""
 
-def answers_in(path: Path) -> list[Answer]:
+
+def answers_in(path: Path, seconds: float = 900) -> list[Answer]:
     """Run the notebook at `path`; return what became of each of its exercises.
 
-    Those are the ones of the lesson's own notebook of that name, and others that it may have.
+    Those are the ones of the lesson's own notebook of that name, and others that it may have. After
+    `seconds` the kernel is ended.
     """
     cells = read_notebook(path).cells
     checks = [check for number, cell in enumerate(cells) for check in checks_in(cell, number)]
@@ -107,16 +143,7 @@ def answers_in(path: Path) -> list[Answer]:
     asked = exercises_in(lesson if lesson.exists() else path)
     if not asked:
         return []
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder) / "results.jsonl"
-        lines.touch()
-        environment = {RESULTS: str(lines), "WORKBOOK_SMALL": "1"}
-        ran = execute(
-            read_notebook(path), path.parent, environment=environment, past_errors=True
-        ).cells
-        found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    # of a check that ran twice, the last verdict
-    by_name = {line["exercise"]: line for line in found}
+    by_name, done, failed = _verdicts(path, seconds)
     answers = []
     for wanted in asked:
         # a copy may call its function something else
@@ -126,23 +153,68 @@ def answers_in(path: Path) -> list[Answer]:
         if name in by_name:
             became: dict = by_name[name]
         elif not own:
-            became = {"result": "missing"}
+            became = {"result": "missing", "verdict": "no cell checks it"}
+        elif own[-1].cell >= done:
+            why = f"not reached: the run ended before, or took more than {seconds} s"
+            became = {"result": "blocked", "verdict": why}
+        elif own[-1].cell in failed:
+            became = {"result": "blocked", "verdict": "its cell failed before the check"}
         else:
-            failed = any(output.output_type == "error" for output in ran[own[-1].cell].outputs)
-            became = {"result": "blocked" if failed else "tampered"}
-        answers.append(Answer(path.stem, **{"exercise": name, "tier": "", "verdict": ""} | became))
+            became = {"result": "tampered", "verdict": "its check ran and gave no verdict"}
+        became = {"exercise": name, "tier": "", "verdict": ""} | became
+        answers.append(Answer(path.stem, **became | {"tier": wanted.tier or became["tier"]}))
     return answers
+
+
+def _verdicts(path: Path, seconds: float) -> tuple[dict[str, dict], int, set[int]]:
+    """Run a notebook; return the verdict on each exercise, how many cells ran, and which failed.
+
+    Of a check that ran twice, it is the last one.
+    """
+    notebook, done, clients = read_notebook(path), 0, set[NotebookClient]()
+
+    def on_cell(count: int) -> None:
+        nonlocal done
+        done = count
+
+    def end() -> None:
+        for client in list(clients):
+            kill(client)
+
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "results.jsonl"
+        lines.touch()
+        environment = {RESULTS: str(lines), "WORKBOOK_SMALL": "1"}
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        # a kernel that was ended, or died, or removed the folder that it ran in
+        with contextlib.suppress(RuntimeError, OSError):
+            execute(
+                notebook,
+                path.parent,
+                environment=environment,
+                past_errors=True,
+                on_cell=on_cell,
+                clients=clients,
+            )
+        timer.cancel()
+        text = lines.read_text(encoding="utf-8") if lines.exists() else ""
+    verdicts = [json.loads(line) for line in text.splitlines()]
+    outputs = [cell.get("outputs", []) for cell in notebook.cells]
+    failed = {i for i, found in enumerate(outputs) if any(o.output_type == "error" for o in found)}
+    return {verdict["exercise"]: verdict for verdict in verdicts}, done, failed
 
 
 def exercises_in(path: Path) -> list[Check]:
     """Return the checks of a notebook's exercises, in its order."""
-    cells = read_notebook(path).cells
-    return [
-        check
-        for number, cell in enumerate(cells)
-        if "exercise" in cell.metadata.get("tags", [])
-        for check in checks_in(cell, number)
-    ]
+    found, tier = [], ""
+    for number, cell in enumerate(read_notebook(path).cells):
+        if cell.cell_type == "markdown" and (heading := TIER.search(cell.source)):
+            tier = heading[1]
+        elif "exercise" in cell.metadata.get("tags", []):
+            found += [replace(check, tier=tier) for check in checks_in(cell, number)]
+            tier = ""
+    return found
 
 
 def checks_in(cell: Any, number: int) -> list[Check]:

@@ -1,4 +1,4 @@
-"""The report's front page: the state, time and key figures of each notebook.
+"""The report's front page: what each notebook builds, a picture of it, and how its run went.
 
 A report is a folder that links only within itself: executed notebooks, their pages, `index.html`,
 and copies of the files they link to.
@@ -6,6 +6,9 @@ and copies of the files they link to.
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,24 +16,29 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from nbformat import NotebookNode
+from PIL import Image
 
 from lib.core.files import ROOT, write_atomically
 from lib.lessons.notebook import KEY_FIGURES
 from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.documents import write_documents
-from lib.tools.publish.links import FILES
-from lib.tools.publish.pages import TEMPLATES, page_note, short_title
+from lib.tools.publish.links import FILES, copy_into_report
+from lib.tools.publish.navigation import write_search
+from lib.tools.publish.pages import TEMPLATES, alt_text, local_date, page_note, short_title
 
 REPORT = "a report"
 # Links of the front page beside the notebooks.
 GUIDES = {"readme": "README.md.html", "results": "artifacts/README.md.html"}
+MAP = "artifacts/map.svg"
+# Pixels, twice the size shown.
+THUMBNAIL = (416, 640)
 LABELS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
 
 
 def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -> Path:
     """Write `index.html` over the executed notebooks in `report`; return its path.
 
-    The documents of the workbook at `root` that pages link to are written, too.
+    The documents of the workbook at `root` that pages link to are written, too, and the search.
 
     Args:
         names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
@@ -43,8 +51,14 @@ def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     template = environment.get_template("front_page.html")
     shown = template.render(
-        pages=pages, guides=guides, summary=_summary(pages), facts=_facts(pages)
+        up="",
+        pages=pages,
+        guides=guides,
+        map=copy_into_report(root / MAP, root, report) if (root / MAP).is_file() else None,
+        summary=_summary(pages),
+        facts=_facts(pages),
     )
+    write_search(report)
     write_atomically(report / "index.html", shown)
     return report / "index.html"
 
@@ -80,6 +94,9 @@ def _page(report: Path, name: str) -> dict[str, Any]:
         "name": name,
         "number": name.split("_")[0],
         "title": short_title(notebook, name),
+        "promise": _told(notebook, "You will"),
+        "takes": _told(notebook, "It takes"),
+        "thumbnail": _thumbnail(notebook),
         "status": status,
         "label": LABELS[status],
         "note": page_note(about),
@@ -88,6 +105,29 @@ def _page(report: Path, name: str) -> dict[str, Any]:
         "records": about.get("records", []),
         "about": about,
     }
+
+
+def _told(notebook: NotebookNode, beginning: str) -> str:
+    """Return the first point of the notebook's opening that begins so, without Markdown's marks."""
+    opening = notebook.cells[0].source if notebook.cells else ""
+    found = re.search(rf"^- \*\*{beginning}.*?(?=\n- |\n\n|\Z)", opening, re.M | re.DOTALL)
+    return " ".join(re.sub(r"[*`]", "", found[0].removeprefix("- ")).split()) if found else ""
+
+
+def _thumbnail(notebook: NotebookNode) -> dict[str, str] | None:
+    """Return address and text of the notebook's first figure, made small; None without one."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    for output in outputs:
+        if png := output.get("data", {}).get("image/png"):
+            image, small = (
+                Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"),
+                io.BytesIO(),
+            )
+            image.thumbnail(THUMBNAIL)
+            image.save(small, "WEBP", quality=70)
+            data = base64.b64encode(small.getvalue()).decode()
+            return {"src": f"data:image/webp;base64,{data}", "alt": alt_text(output) or "a figure"}
+    return None
 
 
 def key_figures_of(notebook: NotebookNode) -> list[tuple[str, str]]:
@@ -106,15 +146,17 @@ def _summary(pages: Sequence[dict[str, Any]]) -> str:
 
 
 def _facts(pages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return machine, versions and commit of the newest page, for the foot."""
+    """Return date, machine, versions and commit of the newest page, for the foot."""
     made = [page["about"] for page in pages if page["about"].get("provenance")]
     if not made:
         return []
-    provenance = max(made, key=lambda about: about["finished"])["provenance"]
+    newest = max(made, key=lambda about: about["finished"])
+    provenance = newest["provenance"]
     versions = " · ".join(f"{name} {v}" for name, v in provenance["versions"].items() if v)
     commit = provenance["commit"] or "not in a git checkout"
     commit += " with uncommitted changes" if provenance["dirty"] else ""
     return [
+        ("Last tried", local_date(newest["finished"])),
         ("Device", provenance["device"]),
         ("Processor", f"{provenance['cpu']}, {provenance['cores']} cores"),
         ("Versions", versions),

@@ -51,6 +51,8 @@ FILES = (
     *("LICENSE", "lib/**/*"),
     *(f"artifacts/{name}" for name in ("*.jsonl", "*.md", "*.csv", "*.png")),
     *("artifacts/tiny_stories/**/*", "artifacts/profile_h200/**/*", "artifacts/gpt2/*"),
+    # whose functions notebook 03 trains
+    "notebooks/02_model.ipynb",
 )
 # What reads the command line, in pure Python; Kaggle's image has the other packages.
 BROUGHT = ("tyro", "docstring-parser", "typeguard")

@@ -1,7 +1,8 @@
-"""Executed notebooks as web pages that open from a disk, without a network and without scripts.
+"""Executed notebooks as web pages that open from a disk, without a network.
 
 A page has nbconvert's cells in `templates/page.html`: formulas are MathML, widgets show what they
-last showed, and light and dark follow the reader's system. Links stay in the report
+last showed, and light and dark follow the reader's system. It reads well without its one script,
+which adds search, copy buttons and the mark in the contents. Links stay in the report
 (`lib.tools.publish.links`), so that it can be mailed.
 """
 
@@ -12,7 +13,7 @@ import html
 import io
 import mimetypes
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from PIL import Image
 from lib.core.files import write_atomically
 from lib.tools.publish.cells import TEMPLATES, static_widgets
 from lib.tools.publish.links import Links
+from lib.tools.publish.navigation import contents, doors, neighbors
 
 # Browsers set a prime that is a superscript too small and too high: fonts raise it already.
 PRIMED = re.compile(r"<msup>(<m[in]>[^<]*</m[in]><mo>[′″‴]</mo>)</msup>")
@@ -65,17 +67,20 @@ def render_page(
     """
     about = notebook.metadata.get("workbook", {})
     shown = static_widgets(notebook)
-    before, after = _neighbors(name, titles)
+    before, after = neighbors(name, titles)
 
     links = Links(source_folder, source_folder.parent, titles)
     exporter = _Exporter(
         links, extra_loaders=[FileSystemLoader(TEMPLATES)], template_file="page.html"
     )
     exporter.environment.globals.update(
-        alt_text=_alt_text,
+        alt_text=alt_text,
         picture=_picture,
+        up="",
         before=before,
         after=after,
+        doors=doors(name),
+        extra=_extra(shown),
         note=page_note(about),
         error=about.get("error"),
         # as nbconvert calls it
@@ -85,7 +90,7 @@ def render_page(
     metadata = {"name": title_of(notebook), "path": str(source_folder)}
     page, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
     page = accessible(PLAIN_WORD.sub(r"\1", page))
-    return page.replace(CONTENTS_MARK, _contents(exporter.headings), 1)
+    return page.replace(CONTENTS_MARK, contents(exporter.headings), 1)
 
 
 def accessible(page: str) -> str:
@@ -94,32 +99,7 @@ def accessible(page: str) -> str:
     return re.sub(r"<th\b([^>]*)>\s*</th>", r"<td\1></td>", page)
 
 
-def _contents(headings: Sequence[tuple[int, str, str]]) -> str:
-    """Return the table of contents over headings of the second level: level, id, text.
-
-    It is there twice, beside the page and folded on top; `page.css` shows the one that fits.
-    """
-    items = [f'<li><a href="#{at}">{text}</a></li>' for level, at, text in headings if level == 2]
-    if not items:
-        return ""
-    listed = f"<ol>{''.join(items)}</ol>"
-    return (
-        f'<nav class="contents" aria-label="Contents">{listed}</nav>'
-        '<details class="contents"><summary>Contents</summary>'
-        f'<nav aria-label="Contents of this page">{listed}</nav></details>'
-    )
-
-
-def _neighbors(name: str, titles: Mapping[str, str]) -> list[dict[str, str] | None]:
-    """Return link and title of the pages before and after that called `name`."""
-    pages = [{"href": f"{page}.html", "title": title} for page, title in titles.items()]
-    if name not in titles:
-        return [None, None]
-    index = list(titles).index(name)
-    return [pages[i] if 0 <= i < len(pages) else None for i in (index - 1, index + 1)]
-
-
-def _alt_text(output: NotebookNode) -> str:
+def alt_text(output: NotebookNode) -> str:
     """Return what a picture shows: from its metadata, or the text that stands in for it."""
     text = output.data.get("text/plain", "")
     return output.metadata.get("image/png", {}).get("alt") or ("" if text.startswith("<") else text)
@@ -130,6 +110,12 @@ def _picture(output: NotebookNode) -> str:
     png, small = base64.b64decode(output.data["image/png"]), io.BytesIO()
     Image.open(io.BytesIO(png)).save(small, "WEBP", lossless=True, quality=30, method=1)
     return f"data:image/webp;base64,{base64.b64encode(small.getvalue()).decode()}"
+
+
+def _extra(notebook: NotebookNode) -> str | None:
+    """Return the id of the cell `# Extra`, after which nothing is needed later; None without it."""
+    found = (cell for cell in notebook.cells if re.match(r"# Extra\b", cell.source))
+    return next((cell.get("id") for cell in found if cell.cell_type == "markdown"), None)
 
 
 def title_of(notebook: NotebookNode) -> str:
@@ -238,7 +224,7 @@ class _Exporter(HTMLExporter):
     def default_filters(self) -> Iterator[tuple[str, Callable]]:
         yield from super().default_filters()
         yield "highlight_code", Highlight2HTML(pygments_lexer="ipython3", parent=self)
-        # a page has no scripts: of a widget inside another one's output it shows the text
+        # no script draws widgets: of one inside another one's output it shows the text
         yield "filter_data_type", WidgetsDataTypeFilter(notebook_metadata={}, parent=self)
         # highlighted code is safe as it is, and nbconvert's parser takes long for marked words
         yield "clean_html", lambda code: PLAIN_WORD.sub(r"\1", code)

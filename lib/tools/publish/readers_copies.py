@@ -9,31 +9,55 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import nbformat
 
 from lib.core.files import ROOT, make_folder, write_atomically
+from lib.core.settings import check, settings
 from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.plan import NEW, find_notebooks
 
 RECORD = ".origins.json"
+SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>.*?</details>\n*", re.DOTALL)
 
 
-def update_copies(root: Path = ROOT) -> int:
+@settings
+class CopyConfig:
+    """Where the copies go, and what they have."""
+
+    folder: Path = Path("work")
+    """Folder in the workbook for the copies."""
+
+    without_solutions: bool = False
+    """Leave out the folded solutions, as for a class; hints stay."""
+
+
+COPIES = CopyConfig()
+
+
+def copy_notebooks(config: CopyConfig) -> int:
+    """Make or update the copies of this workbook's notebooks; return 0."""
+    return update_copies(ROOT, config)
+
+
+def update_copies(root: Path = ROOT, config: CopyConfig = COPIES) -> int:
     """Make or update the copy of each notebook in `work/`, and print what was done; return 0.
 
     A copy as it was given is replaced by a new version of its notebook. One with anything of the
     reader's stays, and the new version is put beside it: `01_tokenizer.new.ipynb`.
     """
-    work = root / "work"
+    work = root / config.folder
+    own = {root / name for name in ("notebooks", "lib", "tests", "")}
+    check(config, "folder", work not in own, "a folder for copies, such as work")
     make_folder(work)
     given = _read_record(work / RECORD)
     made = 0
     for source in find_notebooks((), root):
         copy, beside = work / source.name, work / f"{source.stem}{NEW}.ipynb"
         try:
-            fresh = _without_outputs(source)
+            fresh = _fresh(source, config.without_solutions)
         except ValueError as error:
             print(f"notebooks/{source.name}: is not copied ({error})")
             continue
@@ -47,18 +71,23 @@ def update_copies(root: Path = ROOT) -> int:
         elif _is_one_of(copy, ours):
             target = copy
             if copy.read_bytes() != fresh:
-                print(f"work/{copy.name}: replaced by the new version; you had not changed it")
+                print(
+                    f"{work.name}/{copy.name}: replaced by the new version; you had not changed it"
+                )
         elif beside.exists() and not _is_one_of(beside, ours):
-            print(f"work/{beside.name}: has your changes, too; rename it to get the newest version")
+            name = f"{work.name}/{beside.name}"
+            print(f"{name}: has your changes, too; rename it to get the newest version")
             continue
         else:
             target = beside
-            print(f"work/{copy.name}: stays as you left it; the new version is {beside.name}")
+            print(
+                f"{work.name}/{copy.name}: stays as you left it; the new version is {beside.name}"
+            )
         write_atomically(target, fresh)
         given[source.stem] = _sha256(fresh)
         write_atomically(work / RECORD, json.dumps(given, indent=1))
     if made:
-        print(f"work/: {made} copied from notebooks/; what you do there is yours alone")
+        print(f"{work.name}/: {made} copied from notebooks/; what you do there is yours alone")
     return 0
 
 
@@ -72,16 +101,19 @@ def _read_record(path: Path) -> dict[str, str]:
             return given
     except (OSError, ValueError, AttributeError, RecursionError):
         pass
-    print(f"work/{path.name} is damaged: where a copy differs from its notebook, yours stays")
+    name = f"{path.parent.name}/{path.name}"
+    print(f"{name} is damaged: where a copy differs from its notebook, yours stays")
     return {}
 
 
-def _without_outputs(path: Path) -> bytes:
+def _fresh(path: Path, without_solutions: bool) -> bytes:
     """Return the notebook at `path` as it is before anything has run; raise ValueError if none."""
     notebook = read_notebook(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+        elif without_solutions:
+            cell.source = SOLUTION.sub("", cell.source).rstrip("\n")
     return nbformat.writes(notebook).encode() + b"\n"
 
 

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lib.ddp.launcher import launch
-from lib.lessons.ddp.ranks import in_turn
 from lib.lessons.exercise import edited, verdict
 from lib.lessons.fsdp import exercises
 from lib.lessons.fsdp.exercises import (
@@ -22,7 +20,6 @@ from lib.lessons.fsdp.exercises import (
     tensor_parallel_mlp,
     three_steps,
 )
-from lib.lessons.fsdp.stack import time_steps
 from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import run_on_threads
 
@@ -195,14 +192,6 @@ def test_a_tensor_parallel_mlp_that_is_off_on_processes_is_not_right(capsys):
     assert text.startswith(
         "not yet: as expected on 40 random inputs; on 2 processes, rank 0, grad_w2"
     )
-
-
-def test_steps_of_the_stack_are_timed_and_their_messages_counted():
-    for one in launch(in_turn, 2, [(time_steps, (3, 16, 8, 1))], backend="gloo"):
-        steps = one[0]
-        assert steps.gathers == steps.gathers_checkpointed == 2 * 3 - 1
-        assert min(steps.computing_ms, steps.gather_ms, steps.prefetch_ms) > 0
-        assert min(steps.just_in_time_ms, steps.instant_ms) > 0
 
 
 def test_ranks_have_sequences_of_their_own():

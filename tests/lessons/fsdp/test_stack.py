@@ -6,8 +6,11 @@ import pytest
 
 from lib.ddp.launcher import launch
 from lib.lessons.ddp.stack import Layers, miniatures, step_rows, time_steps
-from lib.lessons.fsdp.prediction import predict_fsdp
-from lib.lessons.fsdp.stack import timed_fsdp
+from lib.lessons.fsdp.exercises import just_in_time, prefetching
+from lib.lessons.fsdp.orders import Costs, play
+from lib.lessons.fsdp.stack import count_gathers, timed_fsdp
+from lib.lessons.simulated_network import Network
+from lib.profiling.collectives import Link
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -24,17 +27,18 @@ def test_steps_of_timed_blocks_take_as_long_as_predicted_on_every_network():
             networks[place].collective_ms(kind, 12_000, 2)
             for kind in ("all_gather", "reduce_scatter")
         )
-        expected = predict_fsdp(
-            4,
-            forward_ms=1.0,
-            backward_ms=2.0,
-            gather_ms=gather,
-            reduce_ms=reduce,
-            prefetch=name == "prefetched",
-        )
+        costs = Costs.equal(4, forward=1.0, backward=2.0, gather=gather, reduce=reduce)
+        events = prefetching(4) if name == "prefetched" else just_in_time(4)
         # and a few bytes that tell which gradients there are
-        assert step.step_ms == pytest.approx(expected.step_ms, rel=0.005), (place, name)
+        assert step.step_ms == pytest.approx(play(events, costs).ms, rel=0.005), (place, name)
         assert step.exposed_ms == pytest.approx(step.step_ms - 4 * 3.0)
+
+
+def test_a_checkpoint_of_one_block_adds_no_all_gather():
+    network = Network(Link(0.0, 1.0), clock="virtual")
+    for found in launch(count_gathers, 2, 5, backend="simulated", options=network):
+        # the last is gathered once, all others twice
+        assert found == (9, 9)
 
 
 def test_a_row_has_the_steps_of_one_way():

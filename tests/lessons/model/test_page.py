@@ -1,6 +1,7 @@
 """Words and numbers of notebook 02 that no cell of its own checks."""
 
 import dataclasses
+import math
 import re
 
 import nbformat
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lib.core.files import ROOT
-from lib.model.config import model_preset
+from lib.lessons.exercise import edited
+from lib.lessons.model import exercises
+from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import flops_per_token
 from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
@@ -19,6 +22,7 @@ from tests.lessons.page import run_page
 
 CELLS = nbformat.read(ROOT / "notebooks/02_model.ipynb", as_version=4).cells
 PROSE = " ".join("\n".join(c.source for c in CELLS if c.cell_type == "markdown").split())
+SOURCE = "\n".join(c.source for c in CELLS if c.cell_type == "code")
 OUTPUTS = "\n".join(out.get("text", "") for c in CELLS for out in c.get("outputs", ()))
 
 
@@ -70,7 +74,7 @@ def test_a_first_loss_of_25_needs_logits_as_large_as_the_page_says():
 
 
 def test_scores_and_values_are_half_of_the_layers_flops_at_six_times_the_width():
-    tokens, width = said(r"\*\*\$T = 6d\$\*\*: ([\d,]+) tokens for GPT-2's (\d+)")
+    tokens, width = said(r"\*\*\$T = 6d\$\*\* .*?: ([\d,]+) tokens for GPT-2's (\d+)")
     layers = dataclasses.replace(model_preset("gpt2-124m"), vocab_size=2)
     assert (tokens, width) == (6 * layers.d_model, layers.d_model)
     share = 1 - flops_per_token(layers, 0) / flops_per_token(layers, int(tokens))
@@ -99,13 +103,34 @@ def test_a_naive_softmax_fails_far_from_0_and_libs_does_not(dtype, survives, fai
         assert torch.allclose(softmax(x), x.float().softmax(-1))
 
 
-def test_extra_sections_come_last_and_say_so():
-    headings = [c for c in CELLS if c.source.startswith(("# ", "## "))]
-    tagged = ["extra" in c.metadata.get("tags", ()) for c in headings]
-    assert tagged == sorted(tagged)
-    assert any(tagged)
-    named = [c.source.lstrip("# ").startswith("Extra") for c in headings]
-    assert named == tagged
+def steps_to_learn_by_heart(
+    attention=exercises.attention.solve, rope=exercises.rotate.solve
+) -> int:
+    """Steps until the page's model has a loss below 0.1 on one batch of random tokens."""
+    page = {"math": math, "torch": torch, "attention": attention, "rotate": rope}
+    needed = ("rms_norm", "swiglu", "init_weights", "transformer", "learn_by_heart")
+    for name in needed:
+        exec(re.search(rf"^def {name}\(.*?(?=^\S|\Z)", SOURCE, re.DOTALL | re.MULTILINE)[0], page)
+    shape = {"vocab_size": 500, "context_length": 32, "d_model": 64, "num_layers": 2}
+    settings = ModelConfig(**shape, num_heads=4, d_ff=176)
+    weights = page["init_weights"](settings, seed=0)
+    tokens = torch.randint(500, (4, 33), generator=torch.Generator().manual_seed(0))
+
+    def loss_of():
+        logits = page["transformer"](weights, tokens[:, :-1], settings)
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    losses = page["learn_by_heart"](loss_of, list(weights.values()), 60)
+    assert losses[-1] < 0.1
+    return sum(loss >= 0.1 for loss in losses)
+
+
+def test_without_a_mask_or_positions_a_batch_is_learned_in_about_as_many_steps():
+    said(r"without the mask, or without positions, this model learns the batch in about as many")
+    right = steps_to_learn_by_heart()
+    unmasked = edited(exercises.attention.solve, ".masked_fill(~visible, -math.inf)", "")
+    assert 0.6 < steps_to_learn_by_heart(unmasked) / right < 1.5
+    assert 0.6 < steps_to_learn_by_heart(rope=lambda x, *_: x) / right < 1.5
 
 
 ANSWERS = {
@@ -115,7 +140,6 @@ ANSWERS = {
     "rotate": others.rotate_by_lib,
     "bill": others.bill_by_lib,
     "backward": others.backward_by_counting,
-    "loss_in_chunks": others.loss_by_autograd,
     "previous_token_head": others.uneven_head,
 }
 

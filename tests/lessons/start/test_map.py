@@ -25,3 +25,15 @@ def test_the_map_has_every_notebook_by_its_title_and_the_times_of_the_readme():
     assert f"about {total:g} hours" in readme
     first = (ROOT / "notebooks/00_start_here.ipynb").read_text(encoding="utf-8")
     assert f"About {total:g} hours, exercises included" in first
+
+
+def test_the_essential_sections_of_the_first_four_notebooks_take_seven_hours():
+    hours = {"half an hour": 0.5, "an hour and a half": 1.5, "two hours and a half": 2.5}
+    heads = [
+        nbformat.read(path, as_version=4).cells[0].source
+        for path in sorted((ROOT / "notebooks").glob("0[0-3]_*.ipynb"))
+    ]
+    found = [re.search(r"\*\*It takes\*\* ([a-z ]+?)(?: to|,)", head)[1] for head in heads]
+    assert sum(hours[words] for words in found) == 7
+    first = (ROOT / "notebooks/00_start_here.ipynb").read_text(encoding="utf-8")
+    assert "the essential sections of 00 to 03 take seven of them" in first

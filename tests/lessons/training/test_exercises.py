@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw
 
 from lib.data import get_batch
 from lib.lessons.exercise import NOT_ATTEMPTED, draw_inputs, verdict
-from lib.lessons.training import exercises, toys
+from lib.lessons.training import exercises, short_run, toys
 from lib.lessons.training.broken import FAULTS
 from lib.lessons.training.exercises import BUDGET_GOAL, BUDGET_REACHED, PLAIN_SETTINGS
 from lib.lessons.training.toys import ToyDecoder, loss_on_budget
@@ -132,10 +132,14 @@ def test_batches_that_are_joined_are_refused():
 @pytest.mark.parametrize(
     ("answer", "described"),
     [
-        (dict.fromkeys(FAULTS, "same batch"), "  1 of 6 right"),
+        (
+            dict.fromkeys(FAULTS, "same batch"),
+            "  1 of 6 right; named more than once: same batch",
+        ),
         (
             {"A": "same batch", "B": "bad luck", "G": "same batch"},
-            "  1 of 6 right; missing: C, D, E, F; no such run: G; unknown fault: bad luck",
+            "  1 of 6 right; missing: C, D, E, F; no such run: G; "
+            "named more than once: same batch; unknown fault: bad luck",
         ),
         ("A", "  it returned 'A'; return a dict from letters to faults"),
     ],
@@ -199,11 +203,10 @@ def test_a_budget_is_a_number_of_sequences_whatever_the_batch_size(batch_size, m
         drawn.append(size)
         return get_batch(tokens, size, *given, **options)
 
-    monkeypatch.setattr(toys, "get_batch", counted)
+    monkeypatch.setattr(short_run, "get_batch", counted)
     monkeypatch.setattr(toys, "BUDGET", 64 if batch_size < 64 else 512)
     loss_on_budget(PLAIN_SETTINGS | {"batch_size": batch_size, "warmup_steps": 0})
-    *training, _ = drawn
-    assert sum(training) <= toys.BUDGET < sum(training) + batch_size
+    assert sum(drawn) <= toys.BUDGET < sum(drawn) + batch_size
 
 
 def test_an_answer_without_the_defaults_that_the_page_relies_on_is_not_right():

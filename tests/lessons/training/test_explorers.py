@@ -1,26 +1,14 @@
-"""The figures of notebook 03: a loss curve that grows in place, bars for sampling with sliders."""
+"""The figure of notebook 03: a loss curve that grows in place."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from lib.core import figures
 from lib.lessons.training.explorers import (
     LossCurve,
     draw_losses,
-    sampling_bars,
-    sampling_sliders,
 )
-from lib.tokenizer.bpe import Tokenizer
-
-LOGITS = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0]).log_softmax(-1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer({i: bytes([i]) for i in range(256)}, [])
 
 
 @pytest.fixture
@@ -98,44 +86,3 @@ def test_earlier_records_and_references_are_drawn():
         assert validation.get_xydata().tolist() == [[2, 3]]
         assert list(reference.get_ydata()) == [5, 5]
         assert [text.get_text() for text in axes.texts] == ["unigram"]
-
-
-def widths(markup: str) -> list[float]:
-    return [float(width) for width in re.findall(r"width:([\d.]+)%", markup)]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
-def test_bars_are_as_wide_as_the_probabilities(tokenizer, temperature):
-    expected = (100 * (LOGITS / temperature).softmax(-1)).tolist()
-    found = widths(sampling_bars(LOGITS, tokenizer, temperature, 1.0))
-    assert found == pytest.approx(expected, abs=0.01)
-
-
-def test_a_token_outside_top_p_is_hollow(tokenizer):
-    markup = sampling_bars(LOGITS, tokenizer, 1.0, 0.7)
-    assert markup.count("background:") == 2
-    assert markup.count(">cut<") == 3
-    assert "2 of 5 tokens" in markup
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.01])
-def test_tokens_without_a_chance_stand_by_their_logits(tokenizer, temperature):
-    logits = torch.zeros(256)
-    for rank, letter in enumerate("cabd"):
-        logits[ord(letter)] = 40.0 - 9 * rank
-    markup = sampling_bars(logits, tokenizer, temperature, 1.0, num_bars=4)
-    assert re.findall(r"hidden\">(.*?)<", markup) == list("cabd")
-    assert markup.count(">cut<") == 3
-
-
-def test_tokens_are_escaped_and_ids_that_only_pad_the_embedding_are_empty(tokenizer):
-    assert "&lt;" in sampling_bars(torch.arange(ord("<") + 1.0), tokenizer, 1.0, 1.0)
-    markup = sampling_bars(torch.arange(300.0), tokenizer, 1.0, 1.0, num_bars=1)
-    assert widths(markup) == pytest.approx([63.21], abs=0.01)
-
-
-def test_the_sliders_move_the_bars(tokenizer):
-    temperature, top_p, view, _ = sampling_sliders(LOGITS, tokenizer).children
-    temperature.value, top_p.value = 0.5, 0.5
-    shown = view.outputs[0]["data"]["text/html"]
-    assert shown == sampling_bars(LOGITS, tokenizer, 0.5, 0.5)

@@ -43,17 +43,6 @@ def test_the_run_is_the_same_as_libs_and_takes_about_as_long_on_a_cpu():
     assert 0.6 < float(libs) / float(yours) < 1.2
 
 
-def test_extra_sections_come_last_and_say_so():
-    headings = [c for c in TEXTS if c.source.startswith(("# ", "## "))]
-    tagged = ["extra" in c.metadata.get("tags", ()) for c in headings]
-    assert tagged == sorted(tagged)
-    assert any(tagged)
-    named = [
-        c.source.lstrip("# ").startswith("Extra") for c in headings if c.cell_type == "markdown"
-    ]
-    assert named == tagged
-
-
 ANSWERS = {
     "adamw_step": others.adamw_step,
     "train": others.train,

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from lib.lessons.exercise import edited, verdict
 from lib.lessons.triton import exercises, solutions_triton
+from lib.lessons.triton.compile_triton import compile_for
+from lib.lessons.triton.recorder_triton import watch
 
 
 @triton.jit
@@ -40,11 +42,24 @@ def copy_by_all(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
         tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, offsets < n), offsets < n)
 
 
+@triton.jit
+def copy_by_descriptor(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """Descriptors know where a tensor ends, so that no mask is needed."""
+    x = tl.make_tensor_descriptor(x_ptr, [n], [1], [BLOCK])
+    y = tl.make_tensor_descriptor(y_ptr, [n], [1], [BLOCK])
+    start = tl.program_id(0) * BLOCK
+    y.store([start], x.load([start]))
+
+
+def verdict_on(name, kernel):
+    puzzle = getattr(exercises, name)
+    return verdict(puzzle, exercises.runner(kernel, puzzle.plan))
+
+
 def test_other_right_kernels_pass():
-    attempt = exercises.runner(copy_by_striding, exercises.launch_copy)
-    assert verdict(exercises.COPY, attempt).startswith("right")
-    attempt = exercises.runner(transpose_in_registers, exercises.launch_transpose)
-    assert verdict(exercises.TRANSPOSE, attempt).startswith("right")
+    assert verdict_on("copy", copy_by_descriptor).startswith("right")
+    assert verdict_on("copy", copy_by_striding).startswith("right")
+    assert verdict_on("transpose", transpose_in_registers).startswith("right")
 
 
 def softmax_by_one_call(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
@@ -60,24 +75,20 @@ def softmax_with_powers_of_two(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + row * N + columns, weights / tl.sum(weights, axis=0), mask=columns < N)
 
 
-def softmax_verdict(kernel):
-    return verdict(exercises.SOFTMAX, exercises.runner(kernel, exercises.launch_softmax))
-
-
 def test_a_softmax_is_written_out_and_masked_by_what_is_below_all_numbers():
-    assert "tl.softmax does all of it; write it out" in softmax_verdict(softmax_by_one_call)
+    assert "tl.softmax does all of it; write it out" in verdict_on("softmax", softmax_by_one_call)
     masked = edited(solutions_triton.softmax, 'float("-inf")', "-10000.0")
-    assert softmax_verdict(masked).startswith("not yet")
+    assert verdict_on("softmax", masked).startswith("not yet")
 
 
 def test_an_autotuned_kernel_is_checked_and_a_plain_function_told_to_be_jitted(capsys):
     configs = [triton.Config({}, num_warps=2), triton.Config({}, num_warps=4)]
     tuned = triton.autotune(configs=configs, key=["N"])(triton.jit(softmax_with_powers_of_two))
-    exercises.check_softmax(tuned)
+    exercises.check(tuned, "softmax")
     told = capsys.readouterr().out
     assert told.startswith("right")
     assert "compiled for an A100" in told
-    exercises.check_softmax(softmax_with_powers_of_two)
+    exercises.check(softmax_with_powers_of_two, "softmax")
     told = capsys.readouterr().out
     assert told == (
         "not yet: `softmax_with_powers_of_two` can't be launched; put `@triton.jit` above it\n"
@@ -101,13 +112,13 @@ def test_a_launch_without_sizes_takes_those_of_the_first_configuration():
 
     x, w, bias = torch.randn(20, 8), torch.randn(8, 40), torch.randn(40)
     result, (run,) = exercises.recorded(launch, x, w, bias)
-    torch.testing.assert_close(result, exercises.linear_relu(x, w, bias))
+    torch.testing.assert_close(result, torch.relu(x @ w + bias))
     assert run.grid == (2, 2)
 
 
 def test_a_race_is_a_fault_though_the_result_is_right():
-    attempt = exercises.runner(copy_by_all, exercises.launch_copy)
-    assert "programs 0 and 1 both store element 0 of y" in verdict(exercises.COPY, attempt)
+    told = verdict_on("copy", copy_by_all)
+    assert "programs 0 and 1 both store element 0 of y" in told
 
 
 def test_the_reason_why_a_kernel_does_not_compile_comes_with_its_line(tmp_path):
@@ -136,17 +147,17 @@ def with_tiles(rows, columns, depth):
 
 @pytest.mark.parametrize(("sizes", "kilobytes"), [((16, 16, 16), 148), ((32, 32, 16), 82.4)])
 def test_larger_tiles_ask_for_less(sizes, kilobytes):
-    text = verdict(exercises.LINEAR_RELU, with_tiles(*sizes))
+    text = verdict(exercises.linear_relu, with_tiles(*sizes))
     assert f"yours {kilobytes} KB, the solution 148 KB" in text
 
 
 def test_tiles_have_a_limit_and_a_kernel_has_to_be_launched():
     too_large = with_tiles(64, 32, 16)
-    assert "at most 1,024 numbers, got 2,048" in verdict(exercises.LINEAR_RELU, too_large)
+    assert "at most 1,024 numbers, got 2,048" in verdict(exercises.linear_relu, too_large)
     rounded_down = with_kernel("triton.cdiv(M, 32)", "M // 32")
-    assert "no program ran: the grid is (0, " in verdict(exercises.LINEAR_RELU, rounded_down)
+    assert "no program ran: the grid is (0, " in verdict(exercises.linear_relu, rounded_down)
     by_torch = exercises.launches(lambda x, w, bias: torch.relu(x @ w + bias))
-    assert "no kernel was launched" in verdict(exercises.LINEAR_RELU, by_torch)
+    assert "no kernel was launched" in verdict(exercises.linear_relu, by_torch)
 
 
 def with_kernel(old, new):
@@ -161,7 +172,7 @@ def with_kernel(old, new):
 
 
 def test_layers_with_tiles_of_32_pass():
-    assert verdict(exercises.LINEAR_RELU, with_kernel("32", "32")).startswith("right")
+    assert verdict(exercises.linear_relu, with_kernel("32", "32")).startswith("right")
 
 
 @pytest.mark.parametrize(
@@ -178,12 +189,35 @@ def test_layers_with_tiles_of_32_pass():
     ],
 )
 def test_wrong_layers_with_tiles_of_32_are_found(old, new):
-    assert verdict(exercises.LINEAR_RELU, with_kernel(old, new)).startswith("not yet")
+    assert verdict(exercises.linear_relu, with_kernel(old, new)).startswith("not yet")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["copy", "add_bias", "transpose", "row_sums", "softmax"])
 def test_compiled_kernels_pass_too(name):
     kernel = triton.jit(getattr(solutions_triton, name))
-    attempt = exercises.runner(kernel, getattr(exercises, f"launch_{name}"))
-    assert verdict(getattr(exercises, name.upper()), attempt).startswith("right")
+    assert verdict_on(name, kernel).startswith("right")
+
+
+def test_a_right_kernel_is_given_back_and_the_solution_in_place_of_another(capsys):
+    right = triton.jit(solutions_triton.row_sums)
+    assert exercises.take(right) is right
+    taken = exercises.take(triton.jit(softmax_by_one_call), "softmax")
+    assert taken.fn is solutions_triton.softmax
+    exercises.check(triton.jit(softmax_by_one_call))
+    assert "no exercise is called softmax_by_one_call, but copy, add" in capsys.readouterr().out
+
+
+def test_groups_of_programs_cover_each_tile_once_and_the_kernel_goes_in_that_order():
+    tiles = [exercises.grouped.solve(program, 5, 3, 2) for program in range(15)]
+    assert sorted(tiles) == [(row, column) for row in range(5) for column in range(3)]
+    a, b, c = torch.randn(40, 20), torch.randn(20, 24), torch.empty(40, 24)
+    sizes = {"ROWS": 8, "COLUMNS": 8, "DEPTH": 16, "GROUP": 2}
+    run = watch(solutions_triton.grouped_matmul, (15,), a, b, c, 40, 24, 20, **sizes)
+    torch.testing.assert_close(c, a @ b)
+    stored = [divmod(int(access.offsets.min()), 24) for access in run.of("store")]
+    assert [(row // 8, column // 8) for row, column in stored] == tiles
+    half = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*fp16") | dict.fromkeys("MNK", "i32:16")
+    large = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8}
+    made = compile_for(90, solutions_triton.grouped_matmul, half, num_warps=8, **large)
+    assert made.spilled_bytes == 0

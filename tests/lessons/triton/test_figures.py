@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from lib.core.files import ROOT
 from lib.core.hardware import PEAKS
 from lib.lessons.show import DRAWINGS
 from lib.lessons.triton import hardware, records
@@ -63,12 +64,12 @@ def test_the_drawings_show_what_the_table_says():
         assert text in levels
 
 
-def test_each_chip_of_the_tables_has_a_source():
-    numbers = " ".join(numbers for numbers, *_ in hardware.SOURCES)
-    for chip in (*(chip.name for chip in hardware.CHIPS), *hardware.LATENCIES):
-        assert chip.split()[0] in numbers
-    shown = hardware.show_sources().data
-    assert all(document in shown for _, document, _ in hardware.SOURCES)
+def test_each_chip_of_the_table_has_a_source():
+    notes = (ROOT / "artifacts/gpu_numbers_notes.md").read_text(encoding="utf-8")
+    sources = notes.partition("| numbers | source | where |")[2]
+    for chip in hardware.CHIPS:
+        assert f"| {chip.name.split()[0]}" in sources or f", {chip.name.split()[0]}" in sources
+    assert f"{hardware.CLOCK_GHZ} | 34 | {hardware.LATENCY_CYCLES['L2']} | " in notes
 
 
 def test_the_records_have_the_kernels_of_the_notebook(capsys):
@@ -76,3 +77,5 @@ def test_the_records_have_the_kernels_of_the_notebook(capsys):
     assert "NVIDIA H200" in capsys.readouterr().out
     assert {"_add_rms_norm_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= set(recorded)
     assert [point.name for point in records.recorded_points("RMSNorm")] == ["RMSNorm"]
+    own = records.own_kernels()
+    assert {"rms_norm", "softmax", "add_bias", "F.rms_norm", "matmul, groups of 16"} <= own.keys()

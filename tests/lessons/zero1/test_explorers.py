@@ -24,7 +24,7 @@ SMALL = model_preset("small")
 @pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_kinds_add_up_to_what_the_formula_counts(precision, name, ranks):
     memory = stage_memory(SMALL, ranks, name, precision)
-    kinds = memory_kinds(SMALL, memory, ranks, is_sharded=name != "none")
+    kinds = memory_kinds(SMALL, memory, ranks, is_sharded=name != "DDP")
     assert list(kinds) == list(KINDS)
     counted = (memory.parameters, memory.gradients, memory.optimizer_state, memory.activations)
     assert sum(kinds.values()) == sum(counted) + memory.communication + memory.gathered
@@ -44,7 +44,7 @@ def test_checkpoints_save_activations_and_the_more_the_longer_the_context(contex
 
 
 def test_masters_are_four_bytes_for_each_weight_that_has_two():
-    memory = stage_memory(SMALL, 1, "none", "bfloat16 parameters")
+    memory = stage_memory(SMALL, 1, "DDP", "bfloat16 parameters")
     kinds = memory_kinds(SMALL, memory, 1, is_sharded=False)
     matrices = num_parameters(SMALL) - parameters_by_part(SMALL)["norms"]
     assert kinds["master weights"] == 4 * matrices

@@ -1,11 +1,14 @@
 """The front page over executed notebooks: their state, times, errors, key figures and records."""
 
+import base64
+import io
 from pathlib import Path
 
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from PIL import Image
 
 from lib.lessons.notebook import KEY_FIGURES
 from lib.tools.publish import front_page
@@ -25,18 +28,19 @@ PROVENANCE = {
 }
 
 
-def put(report: Path, name: str, *, day=1, figures=(), **about) -> None:
+def put(report: Path, name: str, *, day=1, figures=(), outputs=(), **about) -> None:
     """Put an executed notebook and its page into the report."""
     shown = new_output("display_data", {KEY_FIGURES: [list(pair) for pair in figures]})
-    title = new_markdown_cell(f"# {name[:2]} · About `{name[3:]}`")
-    cells = [title, new_code_cell("", outputs=[shown])]
+    title = f"# {name[:2]} · About `{name[3:]}`\n\n- **You will build** a\n  `thing`.\n"
+    opening = new_markdown_cell(f"{title}- **It takes** an hour.\n- **It needs** nothing.")
+    cells = [opening, new_code_cell("", outputs=[shown, *outputs])]
     finished = f"2026-01-{day:02}T10:00:00+00:00"
     about = {"status": "done", "seconds": 2.0, "finished": finished, "error": None} | about
     about["provenance"] = PROVENANCE
     report.mkdir(exist_ok=True)
     metadata = {"workbook": about}
     nbformat.write(new_notebook(cells=cells, metadata=metadata), report / f"{name}.ipynb")
-    (report / f"{name}.html").write_text(f"page of day {day}")
+    (report / f"{name}.html").write_text(f"<title>{name}</title><body>page of day {day}</body>")
 
 
 def write_front_page(report: Path, names) -> Path:
@@ -62,19 +66,24 @@ def report(tmp_path) -> Path:
 
 def test_the_front_page_shows_state_time_error_key_figures_and_records(report):
     page = soup(write_front_page(report, NAMES))
-    good, bad = page.select("ol > li")
-    assert page.select_one(".soft").text == "2 notebooks · 1 done · 1 failed"
+    good, bad = page.select("ol.pages > li")
+    assert page.select_one(".summary").text == "2 notebooks · 1 done · 1 failed"
     assert good.select_one(".title a")["href"] == "01_good.html"
-    assert good.select_one(".title").text.strip() == "About good"
+    assert good.select_one(".title").text.split() == ["01", "About", "good"]
+    assert [p.text for p in good.select("p")[:2]] == [
+        "You will build a thing.",
+        "It takes an hour.",
+    ]
     assert [e.select_one(".status").text for e in (good, bad)] == ["✓ done", "✗ failed"]
-    assert good.select_one(".more").text.startswith("2.0 s · CPU of a laptop · 01 January 2026")
-    shown = {div.dt.text: div.dd.text for div in good.select("dl.figures div")}
+    assert good.details.p.text.startswith("2.0 s · CPU of a laptop · 01 January 2026")
+    shown = {dt.text: dt.find_next("dd").text for dt in good.select("dt")}
     assert shown == {"tokens/s": "12,346", "kernel": "<sdpa>"}
     assert bad.pre.text == "In [3]: ZeroDivisionError: <division>"
-    (link,) = good.select("details a")
+    (link,) = good.select("details a[download]")
     assert (link["href"], link.text) == ("workbook/r.csv", "r.csv")
-    facts = page.select("main > dl dd")
-    assert [fact.text for fact in facts] == [
+    facts = page.select("dl.facts dd")
+    assert facts[0].text.startswith("01 January 2026")
+    assert [fact.text for fact in facts[1:]] == [
         "CPU of a laptop",
         "M9, 4 cores",
         "torch 2.13",
@@ -96,6 +105,21 @@ def test_the_front_page_says_what_this_is_and_leads_to_readme_and_results(report
         assert not at or soup(report / path).find(id=at)
         assert (report / path).is_file()
     assert len(page.select("main > p a")) == 3
+
+
+def test_the_front_page_shows_the_path_and_the_first_figure_of_each_notebook(report):
+    png = io.BytesIO()
+    Image.new("RGB", (900, 500), "red").save(png, "PNG")
+    data = {"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "a red field"}
+    put(report, "01_good", outputs=[new_output("display_data", data)])
+    (report.parent / "artifacts").mkdir()
+    (report.parent / "artifacts/map.svg").write_text("<svg/>")
+    page = soup(write_front_page(report, NAMES))
+    assert (report / page.select_one("img.map")["src"]).read_text() == "<svg/>"
+    (thumbnail,) = page.select("img.thumbnail")
+    assert thumbnail["alt"] == "a red field"
+    small = Image.open(io.BytesIO(base64.b64decode(thumbnail["src"].split(",")[1])))
+    assert small.size == (416, 231)
 
 
 def test_key_figures_are_shown_and_kept_in_their_order(make_notebook, tmp_path):

@@ -1,7 +1,8 @@
-"""A notebook as a page: formulas, pictures, errors and links, with nothing to fetch."""
+"""A notebook as a page: formulas, pictures, errors, links and search, with nothing to fetch."""
 
 import base64
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
-from lib.tools.publish.cells import WIDGET_STATE, WIDGET_VIEW
+from lib.tools.publish.cells import REPOSITORY, WIDGET_STATE, WIDGET_VIEW
+from lib.tools.publish.navigation import write_search
 from lib.tools.publish.pages import (
     mathml,
     mathml_errors,
@@ -50,7 +52,7 @@ def test_links_lead_to_pages_and_to_copies_of_files_within_the_report(book):
         "https://example.org/a.ipynb": "https://example.org/a.ipynb",
     }
     page = page_of(book, " ".join(f"[text]({url})" for url in links))
-    assert [a["href"] for a in page.select("main a")] == list(links.values())
+    assert [a["href"] for a in page.select(".jp-Cell a")] == list(links.values())
 
 
 def test_links_out_of_the_report_become_plain_text(book):
@@ -59,7 +61,7 @@ def test_links_out_of_the_report_become_plain_text(book):
         page = page_of(book, f"See [the fourth]({url}) one.")
         note = " (not in this report)" if url == "04_d.ipynb" else ""
         assert f"See the fourth{note} one." in page.main.text
-        assert not page.select("main a")
+        assert not page.select(".jp-Cell a")
 
 
 def test_a_widget_inside_the_output_of_another_is_shown_as_text(book):
@@ -69,7 +71,6 @@ def test_a_widget_inside_the_output_of_another_is_shown_as_text(book):
     models = {"a": model, "b": {"model_name": "ButtonModel", "state": {}}}
     page = page_of(book, new_code_cell("a", outputs=[outer]), widgets=models)
     assert "the b" in page.main.text
-    assert not page.select("script")
 
 
 @pytest.mark.parametrize(
@@ -84,19 +85,59 @@ def test_a_widget_inside_the_output_of_another_is_shown_as_text(book):
 def test_pages_lead_to_the_ones_before_and_after(book, name, hrefs):
     page = page_of(book, "# Title", name=name)
     assert [a["href"] for a in page.select("header nav a")] == ["index.html", *hrefs]
+    assert {a["href"] for a in page.select("nav.next a")} == {"index.html", *hrefs}
     if name == "01_a":
         assert page.select("header nav a")[1].text == "The <second> →"
 
 
-def test_the_contents_list_the_sections_and_lead_to_them(book):
-    page = page_of(book, "# Title", "## 1. The `loop`\n\n### Deeper", "## Summary")
+def test_the_contents_list_sections_with_their_exercises_and_lead_to_them(book):
+    cells = ("# Title", "## 1. The `loop`\n\n### Deeper", "### Exercise 1 (core): run it", "## End")
+    page = page_of(book, *cells)
     links = page.select("nav.contents a")
-    assert [link.text for link in links] == ["1. The loop", "Summary"]
-    assert all(page.find(id=link["href"].removeprefix("#")).name == "h2" for link in links)
-    assert [link["href"] for link in page.select("details.contents a")] == [
-        link["href"] for link in links
-    ]
+    assert [link.text for link in links] == ["1. The loop", "Exercise 1 (core): run it", "End"]
+    kinds = [page.find(id=link["href"].removeprefix("#")).name for link in links]
+    assert kinds == ["h2", "h3", "h2"]
+    assert [a["href"] for a in page.select("details.contents a")] == [a["href"] for a in links]
     assert not page_of(book, "# Title").select(".contents")
+
+
+def test_what_follows_the_heading_extra_is_folded_and_nothing_else(book):
+    page = page_of(book, "# Title", "## Needed", "# Extra\n\nMore.", "## Extra 1. Beyond", "last")
+    (fold,) = page.select("details.extra")
+    assert [heading.name for heading in fold.select("h1, h2")] == ["h1", "h2"]
+    assert "last" in fold.text
+    assert "Needed" not in fold.text
+    assert page.select("main > nav.next")
+    assert not page_of(book, "# Title", "Extra").select("details.extra")
+
+
+def test_a_page_has_doors_to_where_its_notebook_opens(book):
+    doors = {a.text: a["href"] for a in page_of(book, "# Title").select("main > p.soft a")}
+    path = REPOSITORY.removeprefix("https://github.com/") + "/blob/main/notebooks/02_b.ipynb"
+    assert doors["Colab"] == f"https://colab.research.google.com/github/{path}"
+    assert doors["Kaggle"].endswith(f"https://github.com/{path}")
+    assert doors["this run's notebook file"] == "02_b.ipynb"
+    assert len(doors) == 4
+
+
+def test_the_search_index_has_every_section_of_every_page_as_text(book):
+    report = book / "report"
+    page_of(book, "# The *title*", "Intro &amp; more", "## Deep\n\n$x^2$ <b>word</b>", "# End")
+    (report / "workbook").mkdir()
+    text = "<title>x.py</title><body><header>no</header>" + "<pre>a &lt; b</pre>" * 999 + "</body>"
+    (report / "workbook/x.py.html").write_text(text)
+    write_search(report)
+    assert (report / "report.js").is_file()
+    found = (report / "search.js").read_text(encoding="utf-8")
+    index = json.loads(found.removeprefix("window.SECTIONS = ").removesuffix(";\n"))
+    sections = [section for section in index if section[0] == "02_b.html"]
+    assert [at for _, _, at, _, _ in sections] == ["The-title", "Deep", "End"]
+    assert [heading for _, _, _, heading, _ in sections] == ["The title", "Deep", "End"]
+    assert sections[0][4] == "Intro & more"
+    assert sections[1][4] == "x2 word"
+    (source,) = [section for section in index if section[0] == "workbook/x.py.html"]
+    assert source[4].startswith("a < b a < b")
+    assert len(source[4]) <= 1000
 
 
 def test_an_error_is_shown_on_top_once_and_leads_to_its_cell(book):
@@ -147,12 +188,15 @@ def test_pictures_have_a_text_from_their_metadata_or_beside_them(book):
     assert [image.get("alt") for image in page.find_all("img")] == ["a loss", '"a" & b']
 
 
-def test_pages_hold_everything_and_no_script(book):
+def test_pages_hold_everything_but_the_report_s_one_script(book):
     fold = "<details>\n<summary>Hint</summary>\n\nHidden $x^2$.\n\n</details>"
     formulas = "$$\\frac{a}{b}$$\n\n\\begin{align}a &= b\\end{align}"
     latex = new_output("display_data", {"text/latex": "$a + b$"})
     page = page_of(book, fold, formulas, new_code_cell("1", outputs=[latex]))
-    assert not page.select("script, link, iframe")
+    (script,) = page.select("script, link, iframe")
+    assert script["src"] == "report.js"
+    # without it nothing is shown that would not work
+    assert page.search.has_attr("hidden")
     assert len(page.select("math")) == 4
     assert page.details.math
     styles = "".join(style.string for style in page.select("style"))

@@ -12,7 +12,7 @@ import pytest
 from nbformat.v4 import new_output
 
 from lib.tools.publish.plan import find_notebooks
-from lib.tools.publish.readers_copies import update_copies
+from lib.tools.publish.readers_copies import CopyConfig, update_copies
 
 ROOT = Path(__file__).resolve().parents[3]
 PARAMETERS, PROSE = 2, 3
@@ -53,6 +53,24 @@ def test_copies_are_made_once_without_outputs_and_then_left_alone(book, capsys):
     assert "work/: 1 copied from notebooks/" in capsys.readouterr().out
     assert contents(book) == before
     assert b"15.3" not in before["01_one.ipynb"]
+
+
+def test_a_class_gets_copies_without_solutions_in_a_folder_of_its_own(tmp_path, capsys):
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    before = (tmp_path / "notebooks/01_tokenizer.ipynb").read_text(encoding="utf-8")
+    assert "<summary>Solution</summary>" in before
+    assert update_copies(tmp_path, CopyConfig(Path("handout"), without_solutions=True)) == 0
+    made = sorted((tmp_path / "handout").glob("*.ipynb"))
+    assert [path.name for path in made] == [path.name for path in find_notebooks((), tmp_path)]
+    text = "".join(path.read_text(encoding="utf-8") for path in made)
+    assert "<summary>Solution</summary>" not in text
+    assert "<summary>Hint</summary>" in text
+    assert "<summary>Answer" in text
+    assert text.count("<details>") == text.count("</details>")
+    assert not (tmp_path / "work").exists()
+    assert f"handout/: {len(made)} copied from notebooks/" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="folder must be a folder for copies"):
+        update_copies(tmp_path, CopyConfig(Path("notebooks")))
 
 
 def test_a_copy_as_it_was_given_is_replaced_by_the_new_version(book, capsys):

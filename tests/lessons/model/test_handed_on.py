@@ -1,0 +1,74 @@
+"""Notebook 03 trains what the reader wrote in notebook 02, or the solution where that is wrong."""
+
+import nbformat
+import pytest
+import torch
+
+from lib.core.files import ROOT
+from lib.lessons.model.exercises import attention, rotate
+from lib.lessons.model.handed_on import NOTEBOOK, model_of_notebook_02
+from lib.model.config import ModelConfig
+from lib.model.transformer import TransformerLM
+
+SHAPE = ModelConfig(
+    vocab_size=40, context_length=16, d_model=24, num_layers=1, num_heads=2, d_ff=32
+)
+OWN_ROTATE = """
+def angles_of(length, frequencies):
+    return torch.outer(torch.arange(length).float(), frequencies)
+
+
+def rotate(x, theta, layout):
+    frequencies = theta ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+    turns = torch.polar(torch.ones(()), angles_of(x.shape[-2], frequencies))
+    if layout == "halves":
+        x = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns)
+    return turned.flatten(-2) if layout == "pairs" else turned.transpose(-2, -1).flatten(-2)
+"""
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Save notebook 02 with other sources for some of its functions; work in its folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def save(**sources: str) -> None:
+        notebook = nbformat.read(ROOT / "notebooks" / NOTEBOOK, as_version=4)
+        for cell in notebook.cells:
+            for name, source in sources.items():
+                if cell.cell_type == "code" and cell.source.startswith(f"def {name}("):
+                    cell.source = source
+        nbformat.write(notebook, tmp_path / NOTEBOOK)
+
+    return save
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_saved, capsys):
+    if is_saved:
+        saved()
+    model = model_of_notebook_02()
+    assert capsys.readouterr().out == "rotate: the solution, attention: the solution\n"
+    theirs = TransformerLM(SHAPE)
+    weights = model.init_weights(SHAPE, seed=0)
+    theirs.load_state_dict(weights)
+    x = torch.randint(40, (2, 16))
+    assert torch.allclose(model.transformer(weights, x, SHAPE), theirs(x), atol=1e-5)
+
+
+def test_an_answer_with_a_function_of_its_own_is_taken_and_a_wrong_one_is_not(saved, capsys):
+    saved(rotate=OWN_ROTATE, attention="def attention(x, *given):\n    return x")
+    model = model_of_notebook_02()
+    assert capsys.readouterr().out == "rotate: yours, attention: the solution\n"
+    assert "angles_of" in model.rotate.__code__.co_names
+    assert model.rotate is not rotate.solve
+    # the other functions use them, too
+    assert model.transformer.__globals__["rotate"] is model.rotate
+    assert model.attention is attention.solve
+
+
+def test_a_cell_that_cannot_be_read_is_named(saved):
+    saved(init_weights="def init_weights(settings, seed:\n    return {}")
+    with pytest.raises(NameError, match=r"02_model.ipynb has no function init_weights"):
+        model_of_notebook_02()
