@@ -337,6 +337,9 @@ def race_verdict(source: str) -> str:
         return NOT_ATTEMPTED
     if program_of(source) == program_of(plain):
         return "not yet: this is the plain recipe as it is; change something of it"
+    on_record = [one for one in read_entries() if one["figures"]["entry"] == "start"]
+    if not on_record:
+        return "not yet: the plain recipe has no record; python -m lib race --board artifacts/race"
     try:
         record = race_source("my_recipe", source, which, FEWEST_SEEDS)
         heat = race_source("start", plain, replace(which, target=HEAT), 1)
@@ -344,8 +347,7 @@ def race_verdict(source: str) -> str:
         return f"not yet: {error}"
     keep(record, own_board())
     speed = heat["figures"]["runs"][0]["tokens"] / times(heat)[0]
-    (on_record,) = (one for one in read_entries() if one["figures"]["entry"] == "start")
-    plain_times = [run["tokens"] / speed for run in on_record["figures"]["runs"]]
+    plain_times = [run["tokens"] / speed for run in on_record[0]["figures"]["runs"]]
     mine, chance = times(record), chance_of_faster(times(record), plain_times)
     compared = (
         f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f} s, the plain recipe about "

@@ -168,6 +168,9 @@ def test_a_fault_of_an_entry_is_its_verdict(tmp_path, monkeypatch):
     source = exercises.as_file(my_recipe)
     monkeypatch.setattr(exercises, "own_board", lambda: tmp_path)
     monkeypatch.setattr(exercises, "race_source", raises)
+    monkeypatch.setattr(exercises, "read_entries", list)
+    assert "the plain recipe has no record" in exercises.race_verdict(source)
+    monkeypatch.setattr(exercises, "read_entries", plain_on_paper)
     assert exercises.race_verdict(source) == "not yet: it has seen that"
 
 
