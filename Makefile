@@ -57,7 +57,7 @@ SERIAL := $(shell grep -rl --include='*.py' 'mark\.serial' tests)
 # From the last, which start processes and take longest, to the first.
 NOTEBOOK_FILES := $(shell ls -r notebooks/[0-9][0-9]_*.ipynb 2>/dev/null)
 
-.PHONY: help run lab exercises test test-all test-gpu mutants lint style ready format notebooks clean
+.PHONY: help run lab exercises race test test-all test-gpu mutants lint style ready format notebooks clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -71,6 +71,9 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 	@$(PY) -m lib notebooks copy
 	@$(ASK_NOTHING) $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) \
 		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/00_start_here.ipynb
+
+race: $(RUN_READY) ## race a recipe, ENTRY=my_run.py, to the target: three seeds, about three minutes
+	@$(PY) -m lib race $(ENTRY)
 
 test: style ## check everything that needs no GPU and little time
 	@$(PY) -m mypy --no-error-summary & types=$$!; trap "kill $$types" INT; \

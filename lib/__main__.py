@@ -113,6 +113,16 @@ USE: dict[str, Command] = {
         "Make your copies of the notebooks in work/, or bring them up to date.",
         "lib.tools.publish.readers_copies:copy_notebooks",
     ),
+    "race": Command(
+        "Race a recipe to the target, three seeds in fresh processes; keep it on your board.",
+        "lib.lessons.speedrun.commands:race",
+        word="entry",
+    ),
+    "race card": Command(
+        "Draw one picture of an entry: curves, story, what it changes, seconds.",
+        "lib.lessons.speedrun.commands:card",
+        word="entry",
+    ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
         "lib.tools.publish.kaggle:build",
@@ -208,9 +218,9 @@ MAINTAIN: dict[str, Command] = {
         "Record logits of `transformers` for notebook 03.",
         "lib.lessons.model.llama_record:save_logits",
     ),
-    "lessons race": Command(
-        "Run the recipes of notebook 12 to their target, three seeds each, for its leaderboard.",
-        "lib.lessons.speedrun.record:measure_race",
+    "lessons museum": Command(
+        "Train the broken runs of notebook 12's museum, and record their symptoms.",
+        "lib.lessons.speedrun.museum:record_museum",
     ),
     "lessons kernels": Command(
         "Time the kernels of notebook 05 and PyTorch's on a GPU.",
@@ -234,6 +244,21 @@ MAINTAIN: dict[str, Command] = {
         "lib.lessons.mesh.gpus:record_mesh_steps",
         prints="{result}",
         on_ranks=True,
+    ),
+    "race board": Command(
+        "Make the committed leaderboard anew from its records.",
+        "lib.lessons.speedrun.commands:board",
+    ),
+    "race check": Command(
+        "Check a submission to the leaderboard: its claim, and its sprint once more.",
+        "lib.lessons.speedrun.commands:check",
+        word="entries",
+    ),
+    "race ladder": Command(
+        "Race every recipe of notebook 12's ladder, three seeds each, for its record.",
+        "lib.lessons.speedrun.commands:climb",
+        prints="{result}",
+        interrupted=RESUMES,
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",

@@ -227,7 +227,12 @@ class Published(NamedTuple):
 
 def _qwen(d_model: int, num_layers: int, num_heads: int, d_ff: int) -> ModelConfig:
     """A Qwen2.5; what its shared keys and values save is taken from d_ff, so that FLOPs agree."""
-    sizes = {"d_model": d_model, "num_layers": num_layers, "num_heads": num_heads, "d_ff": d_ff}
+    sizes: dict = {
+        "d_model": d_model,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "d_ff": d_ff,
+    }
     return ModelConfig(vocab_size=151_936, context_length=1024, tied_embeddings=True, **sizes)
 
 

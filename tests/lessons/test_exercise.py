@@ -27,7 +27,7 @@ from lib.lessons.ranks import Threads
 from lib.lessons.tokenizer.exercises import encode_ranked, merge, split_gpt4
 from lib.tokenizer.bpe import merge_pair
 from tests.lessons.remembered import no_overflow_checks, remembered
-from tests.lessons.speedrun.toy import notebook_with_toy_race
+from tests.lessons.speedrun.toy import plain_on_paper, race_on_paper
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -73,8 +73,6 @@ def run(code: str, lesson: str) -> None:
     if lesson in KERNELS:
         names |= {"triton": importlib.import_module("triton")}
         names |= {"tl": importlib.import_module("triton.language")}
-    if lesson == "speedrun":
-        names |= notebook_with_toy_race()
     if lesson == "mesh":
         names |= {name: getattr(mesh_context, name) for name in ("attend", "merge", "pass_on")}
     # Triton reads the source of kernels
@@ -90,8 +88,10 @@ def test_an_untouched_stub_is_not_attempted(stub, help_text, lesson, capsys):
 
 
 @pytest.mark.parametrize(("stub", "help_text", "lesson"), EXERCISES)
-def test_the_folded_solution_passes(stub, help_text, lesson, capsys, monkeypatch):
-    monkeypatch.setattr(TOPICS["speedrun"], "YARDSTICK_SECONDS", 0.1)
+def test_the_folded_solution_passes(stub, help_text, lesson, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(TOPICS["speedrun"], "race_source", race_on_paper)
+    monkeypatch.setattr(TOPICS["speedrun"], "read_entries", plain_on_paper)
+    monkeypatch.setattr(TOPICS["speedrun"], "own_board", lambda: tmp_path)
     hint, solution = help_text.split("<summary>Solution</summary>")
     assert "<summary>Hint</summary>" in hint
     code = re.search(r"```python\n(.*?)```", solution, re.DOTALL)[1]

@@ -180,7 +180,7 @@ def test_the_notebooks_that_write_leave_the_readers_files_as_they_were(tmp_path)
         "01_tokenizer: {corpus_bytes: 1000000, vocab_size: 768, lesson_bytes: 300000}\n"
         "02_model: {corpus_bytes: 1000000, vocab_size: 768, steps: 30}\n"
         "03_training: {corpus_bytes: 1000000, vocab_size: 768, steps: 20, sweep_steps: 6}\n"
-        "12_speedrun: {corpus_bytes: 300000, validation_tokens: 4096, target: 3.3, minutes: 0.4}\n"
+        "12_speedrun: {corpus_bytes: 300000, judged_bytes: 9000, heat: 3.3, minutes: 0.4}\n"
     )
     command = [sys.executable, "-m", "lib", "run", "--parameters", str(sizes)]
     environment = {name: value for name, value in os.environ.items() if name != "WORKBOOK_SMALL"}

@@ -1,33 +1,24 @@
-"""Exercises of notebook 12: read a curve, time a run to its target, beat the starting recipe."""
+"""Exercises of notebook 12: read a curve, time a run to its target, name faults, win."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
-import math
-import numbers
 import random
-import types
+import statistics
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from dataclasses import replace
 from typing import Any
 
-from lib.core.records import append_record
 from lib.core.settings import require
-from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, name_of, report
-from lib.lessons.speedrun.race import (
-    FEWEST_SEEDS,
-    Race,
-    Recipe,
-    at_target,
-    board_file,
-    entry_of,
-    faults,
-    reference_entries,
-    source_of,
-)
-from lib.model import TransformerLM
+from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, check_of, exercise, report
+from lib.lessons.speedrun import ladder
+from lib.lessons.speedrun.board import P_VALUE, chance_of_faster, half_width, read_entries, times
+from lib.lessons.speedrun.commands import keep, own_board, race_source
+from lib.lessons.speedrun.museum import FAULTS
+from lib.lessons.speedrun.race import CLASSES, Recipe, source_of
+from lib.lessons.speedrun.referee import FEWEST_SEEDS
+from lib.lessons.training.exercises import describe_diagnosis, no_inputs
 
 # 1. Time to target
 
@@ -177,7 +168,7 @@ def _draw_run(generator: random.Random, size: int) -> tuple:
 
 
 @on_toys
-def run_to_target(recipe: Recipe, race: Race, seed: int) -> list[tuple]:
+def run_to_target(recipe: Callable, race: Any, seed: int) -> list[tuple]:
     curve, tokens, seconds, judged_at = [], 0, 0.0, 0
     steps = recipe(race, seed)
     while True:
@@ -294,144 +285,83 @@ RUN_TO_TARGET = Exercise(
 )
 
 
-# 3. Beat the starting recipe
-
-# Share of the starting recipe's seconds that is enough.
-FAST_ENOUGH = 0.9
-SEEDS = tuple(range(1, 1 + FEWEST_SEEDS))
-# Seconds for which the starting recipe runs beside each run, as a yardstick.
-YARDSTICK_SECONDS = 1.5
-# The share of a uniform guess's bits that a model still needs after one step.
-UNTRAINED = 0.8
+# 3. The museum
 
 
-def tokens_per_s(recipe: Recipe, race: Race) -> float:
-    """The speed of `recipe` now, over YARDSTICK_SECONDS or more and without its first step."""
-    steps = recipe(race, 0)
-    next(steps)
-    tokens, start = 0, race.clock()
-    while (now := race.clock()) < start + YARDSTICK_SECONDS or not tokens:
-        tokens += next(steps)[1]
-    return tokens / (now - start)
+def swapped(one: int, other: int) -> dict[int, str]:
+    """The right answer but for two exhibits, which have each other's faults."""
+    return FAULTS | {one: FAULTS[other], other: FAULTS[one]}
 
 
-def watched(
-    recipe: Recipe, race: Race, seed: int, earlier: Sequence[TransformerLM]
-) -> Iterator[tuple[TransformerLM, int]]:
-    """Yield the steps of `recipe`, which is not given the held-out text.
+@exercise("core", no_inputs, trials=1, describe=describe_diagnosis)
+def name_faults() -> dict[int, str]:
+    return dict(FAULTS)
 
-    Args:
-        earlier: models of other runs.
 
-    Raises:
-        ValueError: a step is against the rules, or they end.
+name_faults.mistakes = """
+dict(FAULTS) => swapped(1, 14)
+    | 1 and 14 are mixed up: both look at the answer, but one has it as its input and needs no other
+    token for it
+dict(FAULTS) => swapped(6, 13)
+    | 6 and 13 are mixed up: in one the ranks' weights begin the same and drift apart, in the other
+    they were never the same, though the gradients are
+dict(FAULTS) => swapped(2, 10)
+    | 2 and 10 are mixed up: one has norms twice as large and learns as usual
+dict(FAULTS) => swapped(8, 11)
+    | 8 and 11 are mixed up: both are odd before the first update, one in its loss, the other in
+    its attention
+dict(FAULTS) => swapped(4, 7)
+    | 4 and 7 are mixed up: in one of them only the end of a sequence is predicted badly
+"""
+
+
+# 4. Beat the plain recipe
+
+# Bits per byte to which the plain recipe runs here, for its speed.
+HEAT = 2.0
+
+
+def as_file(recipe: Callable) -> str:
+    """An entry's file with a recipe of a cell, under what the plain recipe imports."""
+    head, _, _ = ladder.start().partition("def recipe(")
+    return head + source_of(recipe).replace(f"def {recipe.__name__}(", "def recipe(", 1)
+
+
+def race_verdict(source: str) -> str:
+    """Return the verdict on an entry, which must reach the sprint's target in less time.
+
+    What the plain recipe would take here is its tokens on record over its speed here.
     """
-    given = dataclasses.replace(race, validation_tokens=race.validation_tokens[:0], handed_out=[])
-    steps = recipe(given, seed)
-    advice = "let it `yield model, tokens` after each step"
-    require(isinstance(steps, Iterator), f"a recipe is a generator; {advice}")
-    said = 0
-    for step in steps:
-        model, tokens = step if isinstance(step, tuple) and len(step) == 2 else (step, None)
-        kinds = f"{type(model).__name__} and {type(tokens).__name__}"
-        is_legal = isinstance(model, TransformerLM) and isinstance(tokens, numbers.Integral)
-        require(is_legal, f"a recipe yields a TransformerLM and an int, got {kinds}; {advice}")
-        said += tokens
-        is_new = all(model is not other for other in earlier)
-        require(is_new, "one model is trained in several runs; build it inside the recipe")
-        # a recipe may draw its next batch early
-        handed, most = sum(given.handed_out), max(given.handed_out, default=0)
-        require(
-            abs(said - handed) <= most,
-            f"it says {said:,} tokens, but race.batch handed out {handed:,}; take every batch "
-            "from there, and yield x.numel()",
-        )
-        yield model, tokens
-    raise ValueError(f"the recipe ended after {said:,} tokens; loop with itertools.count")
-
-
-def inspected(recipe: Recipe, race: Race, seed: int, earlier: Sequence[TransformerLM]) -> Any:
-    """The model of `recipe` after one step, which is not raced but warms the device up.
-
-    Raises:
-        ValueError: the model knows more than one step can teach.
-    """
-    model, _ = next(watched(recipe, race, seed, earlier))
-    rules = race.rules()
-    guessing = math.log2(race.vocab_size) * rules["validation_tokens"] / rules["validation_bytes"]
-    bits = race.judge(model)
-    require(
-        bits >= UNTRAINED * guessing,
-        f"after one step the model is at {bits:.2f} bits per byte, where guessing is at "
-        f"{guessing:.2f}; start from random weights, and yield after each step",
+    plain, which = ladder.start(), CLASSES["sprint"]
+    if "NotImplementedError" in source:
+        return NOT_ATTEMPTED
+    if program_of(source) == program_of(plain):
+        return "not yet: this is the plain recipe as it is; change something of it"
+    on_record = [one for one in read_entries() if one["figures"]["entry"] == "start"]
+    if not on_record:
+        return "not yet: the plain recipe has no record; python -m lib race --board artifacts/race"
+    try:
+        record = race_source("my_recipe", source, which, FEWEST_SEEDS)
+        heat = race_source("start", plain, replace(which, target=HEAT), 1)
+    except ValueError as error:
+        return f"not yet: {error}"
+    keep(record, own_board())
+    speed = heat["figures"]["runs"][0]["tokens"] / times(heat)[0]
+    plain_times = [run["tokens"] / speed for run in on_record[0]["figures"]["runs"]]
+    mine, chance = times(record), chance_of_faster(times(record), plain_times)
+    compared = (
+        f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f} s, the plain recipe about "
+        f"{statistics.mean(plain_times):.0f} s here (p = {chance:.3f})"
     )
-    return model
-
-
-def copied_from(attempt: Recipe) -> str | None:
-    """The name of a recipe of the lesson that `attempt` is a copy of, or calls; or None."""
-    known = {
-        program_of(entry["figures"]["source"]): name for name, entry in reference_entries().items()
-    }
-    known_here = getattr(attempt, "__globals__", {})
-    names = attempt.__code__.co_names if known_here else ()  # type: ignore[attr-defined]
-    used = [known_here.get(name) for name in names]
-    inside = [one for value in used if isinstance(value, dict) for one in value.values()]
-    for function in (attempt, *used, *inside):
-        if isinstance(function, types.FunctionType):
-            try:
-                program = program_of(source_of(function))
-            except (OSError, SyntaxError, TypeError):
-                continue
-            if program in known:
-                return known[program]
-    return None
+    return (
+        f"not yet: {compared}" if chance >= P_VALUE else f"right: {compared}; it is on your board"
+    )
 
 
 def program_of(source: str) -> str:
-    """The program of a function, without its name, comments and spaces."""
-    (function,) = ast.parse(source).body
-    assert isinstance(function, ast.FunctionDef)
-    body = function.body
-    if ast.get_docstring(function):
-        body = body[1:]
-    return ast.dump(ast.Module([*body], []))
-
-
-def race_verdict(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> str:
-    """Return the verdict on a recipe that must be faster than `start`; a right one is entered.
-
-    What `start` would take is its tokens to the target over its speed, measured beside each run.
-    """
-    if name := copied_from(attempt):
-        return f'not yet: this is the recipe "{name}" as it is; change something of it'
-    curves, speeds = {}, []
-    models: list[TransformerLM] = []
-    rules = race.rules()
-    for seed in SEEDS:
-        try:
-            models.append(inspected(attempt, race, seed, models))
-            speeds.append(tokens_per_s(start, race))
-            curves[seed] = referee(lambda on, seed: watched(attempt, on, seed, models), race, seed)
-        except NotImplementedError:
-            return NOT_ATTEMPTED
-        except Exception as error:
-            return f"not yet: with seed {seed} it raised {type(error).__name__}: {error}"
-        if race.rules() != rules:
-            return "not yet: the rules or the judge's text changed meanwhile; make `race` anew"
-        if at_target(curves[seed], race.target) is None:
-            bits = curves[seed][-1][2]
-            return f"not yet: seed {seed} ended at {bits:.3f} bits per byte, not {race.target}"
-    entry = entry_of(race, name_of(attempt), attempt, curves)
-    if wrong := faults(entry, race):
-        return f"not yet: {'; '.join(wrong)}"
-    yours = median(run["seconds"] for run in entry["figures"]["runs"])
-    ours = tokens / median(speeds)
-    compared = f"{yours:.2f} s (median of {len(SEEDS)} seeds), the starting recipe {ours:.2f} s"
-    if yours > FAST_ENOUGH * ours:
-        return f"not yet: {compared}; get to {FAST_ENOUGH * ours:.2f} s"
-    append_record(race.board or board_file(), entry)
-    return f"right: {compared}; it is on your leaderboard"
+    """The program of a file, without comments, spaces and docstring."""
+    module = ast.parse(source)
+    return ast.dump(ast.Module(module.body[bool(ast.get_docstring(module)) :], []))
 
 
 def check_time_to_target(attempt: Callable) -> None:
@@ -445,6 +375,9 @@ def check_run_to_target(attempt: Callable) -> Callable:
     return attempt if check(RUN_TO_TARGET, wrapped) is wrapped else referee
 
 
-def check_faster(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> None:
-    """Race `attempt(race, seed)` against `start`, which reaches the target after `tokens`."""
-    report(race_verdict(attempt, start, tokens, race), name_of(attempt), "open")
+check_name_faults = check_of(__name__)
+
+
+def check_faster(attempt: Recipe) -> None:
+    """Race `attempt(race, seed)` in fresh processes, three seeds, against the plain recipe."""
+    report(race_verdict(as_file(attempt)), attempt.__name__, "open")

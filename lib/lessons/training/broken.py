@@ -53,12 +53,12 @@ def train_with(
     model = TransformerLM(config, generator=torch.Generator().manual_seed(0))
     if fault == "scores not scaled":
         for layer in model.layers:
-            layer.attn.qkv_proj.register_forward_hook(_unscale(config))
+            layer.attn.qkv_proj.register_forward_hook(unscale(config))
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     generator = np.random.default_rng(0)
     judged = _batch(fault, held_out, 32, np.random.default_rng(1))
     history: dict[str, list[float]] = {"loss": [], "grad_norm": [], "held_out_loss": []}
-    history["attention_peak"] = [_attention_peak(model, judged[0])]
+    history["attention_peak"] = [attention_peak(model, judged[0])]
     for step in range(STEPS):
         if step == 0 or fault != "same batch":
             x, y = _batch(fault, train, BATCH_SIZE, generator)
@@ -91,8 +91,8 @@ def _batch(
     return (x, x) if fault == "targets not shifted" else (x, y)
 
 
-def _unscale(config: ModelConfig) -> Callable:
-    """Return a hook that makes queries √head_dim times as long, which undoes the division."""
+def unscale(config: ModelConfig) -> Callable:
+    """A hook that makes queries √head_dim times as long, which undoes the division."""
 
     def hook(layer: Any, inputs: Any, qkv: Tensor) -> Tensor:
         queries, others = qkv.tensor_split([config.d_model], dim=-1)
@@ -102,7 +102,8 @@ def _unscale(config: ModelConfig) -> Callable:
 
 
 @torch.no_grad()
-def _attention_peak(model: TransformerLM, x: Tensor) -> float:
+def attention_peak(model: TransformerLM, x: Tensor) -> float:
+    """The share of its attention that a query gives to one key, on average, in the first layer."""
     layer = model.layers[0]
     qkv = layer.attn.qkv_proj(layer.ln1(model.token_embeddings(x)))  # (batch, length, 3 · d_model)
     parts = qkv.unflatten(-1, (3, layer.attn.num_heads, -1)).transpose(1, 3)
@@ -114,8 +115,8 @@ def _attention_peak(model: TransformerLM, x: Tensor) -> float:
     return weights[..., 8:, :].amax(-1).mean().item()
 
 
-def record_broken_runs(path: Path = RECORDS) -> Path:
-    """Train each broken run on generated stories, and write them as records to `path`."""
+def story_tokens() -> tuple[np.ndarray, np.ndarray, int]:
+    """Tokens of stories to train on, of others held out, and the size of their vocabulary."""
     from lib.lessons.start.story import load_story_model
 
     _, tokenizer, _ = load_story_model("cpu")
@@ -123,9 +124,15 @@ def record_broken_runs(path: Path = RECORDS) -> Path:
         np.array(tokenizer.encode("".join(generate_stories(num_bytes, split=split))))
         for split, num_bytes in (("train", 4_000_000), ("validation", 100_000))
     )
+    return train, held_out, tokenizer.vocab_size
+
+
+def record_broken_runs(path: Path = RECORDS) -> Path:
+    """Train each broken run on generated stories, and write them as records to `path`."""
+    train, held_out, vocab_size = story_tokens()
     path.unlink(missing_ok=True)
     for fault in (HEALTHY, NO_WARM_UP, *FAULTS.values()):
-        history = train_with(fault, train, held_out, tokenizer.vocab_size)
+        history = train_with(fault, train, held_out, vocab_size)
         figures: dict[str, Any] = {"run": fault}
         figures |= {name: [round(value, 4) for value in values] for name, values in history.items()}
         settings = {"steps": STEPS, "batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE}

@@ -1,0 +1,216 @@
+"""The board of a race: entries as records, what may be claimed of them, a picture to share."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.core.files import ROOT, write_atomically
+from lib.core.records import new_record, read_records, to_markdown
+from lib.lessons.speedrun.race import CLASSES, RECIPES, RaceClass, at_target, diff, digest
+from lib.lessons.speedrun.referee import FEWEST_SEEDS, SAME, Run
+
+FOLDER = ROOT / "artifacts/race"
+LEADERBOARD = FOLDER / "LEADERBOARD.md"
+# The chance of a difference between equals from which on nothing is claimed.
+P_VALUE = 0.05
+Entry = Mapping[str, Any]
+
+
+def entry_of(
+    name: str, which: RaceClass, source: str, runs: Sequence[Run], device: Any
+) -> dict[str, Any]:
+    """The record of an entry."""
+    figures: dict[str, Any] = {"entry": name, "class": asdict(which), "source": source}
+    figures |= {"source_sha256": digest(source), "runs": [asdict(run) for run in runs]}
+    figures["diff"] = diff((RECIPES / "start.py").read_text(encoding="utf-8"), source)
+    return new_record(figures, device=device)
+
+
+def read_entries(folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """The entries in a folder, a file each."""
+    return [record for file in sorted(folder.glob("*.jsonl")) for record in read_records(file)]
+
+
+# What may be claimed
+
+
+def clock_of(entry: Entry) -> str:
+    """Which seconds count: on a CPU the processor's, which other work hardly changes."""
+    return "seconds" if "NVIDIA" in entry["device"] else "processor_s"
+
+
+def times(entry: Entry) -> list[float]:
+    """The seconds that count, of each run."""
+    return [run[clock_of(entry)] for run in entry["figures"]["runs"]]
+
+
+def machine_of(entry: Entry) -> str:
+    """The machine class, within which entries are compared."""
+    on_gpu = clock_of(entry) == "seconds"
+    return f"{entry['device']}, {'wall clock' if on_gpu else 'processor time of one thread a rank'}"
+
+
+def tail(t: float, degrees: float) -> float:
+    """The probability that Student's t exceeds `t`, by integrating its density."""
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    # with t = √n · tan(angle) the density is cos(angle)^(n - 1)
+    angles = np.linspace(0, math.pi / 2, 20_001)
+    inside = np.cos(angles) ** (degrees - 1)
+    upper = float(inside[angles >= angle].sum() / inside.sum() / 2)
+    return upper if t > 0 else 1 - upper
+
+
+def chance_of_faster(a: Sequence[float], b: Sequence[float]) -> float:
+    """The chance that means of `a` lie this far below those of `b` where both are equally fast.
+
+    Welch's t-test, one-sided (Welch 1947, "The generalization of 'Student's' problem").
+    """
+    parts = [statistics.variance(values) / len(values) for values in (a, b)]
+    if sum(parts) == 0:
+        return float(statistics.mean(a) >= statistics.mean(b))
+    t = (statistics.mean(b) - statistics.mean(a)) / math.sqrt(sum(parts))
+    degrees = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (a, b)))
+    return tail(t, degrees)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95% interval of the mean."""
+    low, high = 0.0, 100.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(middle, len(values) - 1) > 0.025 else (low, middle)
+    return high * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def faults(entry: Entry) -> list[str]:
+    """The faults of an entry's claim, as phrases; none if the claim holds."""
+    figures, found = entry["figures"], []
+    which, runs = figures["class"], figures["runs"]
+    current = CLASSES.get(which["name"])
+    if current is None or asdict(current) != which:
+        found.append(f"the rules of {which['name']!r} are others")
+    if digest(figures["source"]) != figures["source_sha256"]:
+        found.append("the recipe is not the one that ran")
+    seeds = {run["seed"] for run in runs}
+    if len(seeds) < FEWEST_SEEDS:
+        found.append(f"{len(seeds)} of {FEWEST_SEEDS} seeds")
+    if len({tuple(bits for *_, bits in run["curve"]) for run in runs}) < len(runs):
+        found.append("two seeds gave the same curve")
+    for run in runs:
+        where = at_target(run["curve"], which["target"])
+        if where is None:
+            found.append(f"seed {run['seed']} did not reach the target")
+        elif not np.allclose((run["tokens"], run["seconds"]), where[:2], rtol=0.01):
+            found.append(f"seed {run['seed']}: tokens or seconds are not those of its curve")
+        elif run["fresh_bits"] is not None and run["fresh_bits"] > SAME * run["curve"][-1][2]:
+            found.append(f"seed {run['seed']} is worse on fresh text")
+    return found
+
+
+def board_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Entries of one class and machine as rows of a table, the fastest first.
+
+    An entry is called faster than another only if the chance of that between equals is below 5%.
+    """
+    ranked = sorted(entries, key=lambda entry: statistics.mean(times(entry)))
+    rows = []
+    for number, entry in enumerate(ranked):
+        figures, mine = entry["figures"], times(entry)
+        runs = figures["runs"]
+        slower = [
+            other["figures"]["entry"]
+            for other in ranked[number + 1 :]
+            if chance_of_faster(mine, times(other)) < P_VALUE
+        ]
+        wall = statistics.mean(run["seconds"] for run in runs)
+        processor = statistics.mean(run["processor_s"] for run in runs)
+        rows.append(
+            {
+                "entry": figures["entry"],
+                "seconds": f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f}",
+                "wall (s)": f"{wall:.1f}",
+                "processor (s)": f"{processor:.1f}",
+                "tokens": f"{statistics.mean(run['tokens'] for run in runs):,.0f}",
+                "seeds": len(runs),
+                "faster than": ", ".join(slower[:1]) or "–",
+                "date": entry["date"][:10],
+                "source": figures["source_sha256"][:8],
+                "claim": "; ".join(faults(entry)) or "✓",
+            }
+        )
+    return rows
+
+
+def leaderboard(entries: Sequence[Entry]) -> str:
+    """The board as Markdown: a table for each class and machine."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        key = (entry["figures"]["class"]["name"], machine_of(entry))
+        groups.setdefault(key, []).append(entry)
+    lines = [
+        "# Leaderboard",
+        "",
+        "Made by `python -m lib race board` from the records beside it, a file for each entry.",
+        "Seconds are means over seeds that the referee drew, with 95% intervals. *Faster than*",
+        "names the next entry that is slower with p < 0.05 (Welch's t-test); those between are not",
+        "told apart.",
+    ]
+    for (name, machine), group in sorted(groups.items()):
+        lines += ["", f"## {name}: {machine}", "", to_markdown(board_rows(group)).rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def write_leaderboard(folder: Path = FOLDER) -> Path:
+    """Write the board of a folder's entries."""
+    path = folder / LEADERBOARD.name
+    write_atomically(path, leaderboard(read_entries(folder)))
+    return path
+
+
+# A picture to share
+
+
+def counted(run: Mapping[str, Any], clock: str) -> dict[float, float]:
+    """Seconds that count -> bits per byte; processor time passes evenly with the wall's."""
+    scale = run[clock] / run["seconds"]
+    return {scale * seconds: bits for _, seconds, bits in run["curve"]}
+
+
+def draw_card(entry: Entry, path: Path) -> Path:
+    """Draw an entry: its curves, the story at the target, the diff to the plain recipe, seconds."""
+    import matplotlib.pyplot as plt
+
+    from lib.core.charts import lines
+
+    figures, mine = entry["figures"], times(entry)
+    figure, (left, right) = plt.subplots(ncols=2, figsize=(12, 6.3), width_ratios=[1, 1.1])
+    lines(
+        {f"seed {run['seed']}": counted(run, clock_of(entry)) for run in figures["runs"]},
+        axes=left,
+        title=f"{figures['entry']}: {statistics.mean(mine):.1f} ± {half_width(mine):.1f} s",
+        xlabel="seconds",
+        ylabel="bits per byte",
+        levels={"target": figures["class"]["target"]},
+    )
+    right.axis("off")
+    story = re.sub(r"\s+", " ", figures["runs"][0]["story"])
+    changed = [line[:70] for line in figures["diff"] if line.strip("+- ")][:14]
+    text = [
+        f"{figures['class']['name']} on {machine_of(entry)}",
+        "",
+        *textwrap.wrap(textwrap.shorten(story, 420), 70),
+    ]
+    text += ["", "What differs from the plain recipe:", *changed]
+    right.text(0, 1, "\n".join(text), va="top", family="monospace", fontsize=8.5, parse_math=False)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+    return path

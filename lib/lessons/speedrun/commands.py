@@ -1,0 +1,259 @@
+"""`python -m lib race`: race an entry, keep it on a board, draw its card, check a submission."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lib.core.files import make_folder
+from lib.core.hardware import available_cpus, device_name, pick_device
+from lib.core.records import append_record, read_records
+from lib.core.settings import PositiveInt, require, settings
+from lib.lessons.notebook import workspace
+from lib.lessons.speedrun import ladder
+from lib.lessons.speedrun.board import (
+    FOLDER,
+    LEADERBOARD,
+    draw_card,
+    entry_of,
+    faults,
+    half_width,
+    leaderboard,
+    read_entries,
+    times,
+    write_leaderboard,
+)
+from lib.lessons.speedrun.race import CLASSES, RECIPES, RaceClass, vocab_size_of
+from lib.lessons.speedrun.referee import (
+    FEWEST_SEEDS,
+    Course,
+    Run,
+    check_distinct,
+    course_of,
+    run_entry,
+    seeds,
+)
+
+ClassName = Literal["sprint", "pair", "full"]
+
+
+def own_board() -> Path:
+    """The reader's own board; git ignores it."""
+    return workspace() / "artifacts/local/race"
+
+
+@settings
+class RaceConfig:
+    """An entry, and the class that it is raced in."""
+
+    entry: Path = RECIPES / "start.py"
+    """The file with `recipe(race, seed)`."""
+
+    race_class: ClassName = "sprint"
+    """`sprint` (a laptop, a minute), `pair` (two ranks) or `full` (TinyStories, on a GPU)."""
+
+    name: str = ""
+    """The entry's name on the board (default: that of its file)."""
+
+    seeds: PositiveInt = FEWEST_SEEDS
+    """Runs, each with a seed that the referee draws; fewer than three are no claim."""
+
+    board: Path = dataclasses.field(default_factory=own_board)
+    """The folder for the record; `artifacts/race` for a submission."""
+
+
+@contextlib.contextmanager
+def said(step: str, total: int | None) -> Iterator[Any]:
+    """Say what is being made, once."""
+    print(step, file=sys.stderr, flush=True)
+    yield lambda count: None
+
+
+def workers_for(device: torch.device, which: RaceClass) -> ThreadPoolExecutor:
+    """Threads that each follow a run: one on a GPU, on a CPU as many as have a core for a rank."""
+    if device.type != "cpu":
+        return ThreadPoolExecutor(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    return ThreadPoolExecutor(max(1, available_cpus() // which.ranks))
+
+
+def run_all(source: str, course: Course, numbers: Sequence[int]) -> list[Run]:
+    """Run an entry with each seed; on a CPU side by side, on one thread each."""
+
+    def run(seed: int) -> Run:
+        found = run_entry(source, course, seed)
+        say = f"{found.seconds:.1f} s, {found.processor_s:.1f} s of processor time"
+        print(f"seed {seed}: {say}, {found.tokens:,.0f} tokens", file=sys.stderr, flush=True)
+        return found
+
+    with workers_for(course.race.device, course.which) as workers:
+        runs = list(workers.map(run, numbers))
+    check_distinct(runs)
+    return runs
+
+
+def race_source(name: str, source: str, which: RaceClass, count: int) -> dict[str, Any]:
+    """Race an entry, and return its record.
+
+    Raises:
+        Fault: it broke a rule, failed, or did not reach the target.
+    """
+    with course_of(which, source, said) as course:
+        runs = run_all(source, course, seeds(count))
+        return entry_of(name, which, source, runs, course.race.device)
+
+
+def keep(record: dict[str, Any], folder: Path) -> Path:
+    """Write an entry's record into a board's folder, in place of an earlier one."""
+    make_folder(folder)
+    path = folder / f"{record['figures']['entry']}.jsonl"
+    path.unlink(missing_ok=True)
+    append_record(path, record)
+    return path
+
+
+def race(config: RaceConfig) -> Path:
+    """Race an entry with seeds of the referee's, and keep its record on the board."""
+    require(config.entry.is_file(), f"entry must be a file with a recipe, got {config.entry}")
+    source = config.entry.read_text(encoding="utf-8")
+    name = config.name or config.entry.stem
+    record = race_source(name, source, CLASSES[config.race_class], config.seeds)
+    path = keep(record, config.board)
+    write_leaderboard(config.board)
+    mine = times(record)
+    if len(mine) > 1:
+        print(f"{name}: {statistics.mean(mine):.1f} ± {half_width(mine):.1f} s")
+    print(record["figures"]["runs"][0]["story"])
+    return path
+
+
+def board() -> Path:
+    """Make LEADERBOARD.md anew from the committed records."""
+    return write_leaderboard()
+
+
+@settings
+class CardConfig:
+    """The entry that is drawn."""
+
+    entry: Path | None = None
+    """Its record (default: the newest on your own board)."""
+
+    output: Path = Path("race_card.png")
+    """The picture."""
+
+
+def card(config: CardConfig) -> Path:
+    """Draw one picture of an entry to share."""
+    newest = sorted(own_board().glob("*.jsonl"), key=lambda path: path.stat().st_mtime)[-1:]
+    path = config.entry or next(iter(newest), None)
+    require(path is not None, "no entry is on your board yet; race one: python -m lib race FILE")
+    return draw_card(read_records(path)[-1], config.output)
+
+
+@settings
+class CheckConfig:
+    """A submission to the committed board."""
+
+    entries: tuple[Path, ...] = ()
+    """The records to race again (default: those that differ from `base`)."""
+
+    base: str = "origin/main"
+    """The branch that a submission is compared with."""
+
+
+def check(config: CheckConfig) -> int:
+    """Check a submission: its claim holds, the board is made from it, and its sprint runs again.
+
+    Returns:
+        The exit code: 0 if all is well.
+    """
+    entries = config.entries or changed_entries(config.base)
+    wrong = []
+    for path in entries:
+        (record,) = read_records(path)
+        figures = record["figures"]
+        wrong += [f"{path.name}: {fault}" for fault in faults(record)]
+        if figures["class"]["name"] == "sprint" and not wrong:
+            try:
+                race_source(figures["entry"], figures["source"], CLASSES["sprint"], FEWEST_SEEDS)
+            except ValueError as error:
+                wrong.append(f"{path.name}: raced again, {error}")
+    if leaderboard(read_entries()) != LEADERBOARD.read_text(encoding="utf-8"):
+        wrong.append("LEADERBOARD.md is not made from the records; run `python -m lib race board`")
+    for line in wrong:
+        print(line)
+    print(f"{len(entries)} entries checked, {len(wrong)} faults")
+    return int(bool(wrong))
+
+
+def changed_entries(base: str) -> list[Path]:
+    """The committed records that differ from those of the branch `base`."""
+    command = ["git", "-C", str(FOLDER), "diff", "--name-only", "--relative", f"{base}...HEAD"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return [FOLDER / name for name in names if name.endswith(".jsonl") and (FOLDER / name).exists()]
+
+
+@settings
+class LadderConfig:
+    """Where the ladder is recorded."""
+
+    output: Path = ladder.RECORDS
+    """The file of records; what it has of this device is kept."""
+
+    only: tuple[str, ...] = ()
+    """Names of recipes (default: all)."""
+
+
+def climb(config: LadderConfig) -> Path:
+    """Race every recipe of the ladder with three seeds, and record what each idea gains.
+
+    On a CPU all runs share the processors, one thread each; on a GPU they follow one another.
+    """
+    which, device = CLASSES["sprint"], pick_device("auto")
+    done = ladder.read(config.output).get(device_name(device), {})
+    todo = {
+        name: source
+        for name, source in ladder.recipes().items()
+        if (not config.only or name in config.only)
+        and (device.type == "cuda" or name not in ladder.ON_GPU)
+        if name not in done or done[name]["figures"]["source"] != source
+    }
+    with contextlib.ExitStack() as stack, workers_for(device, which) as workers:
+        sizes = {vocab_size_of(source): source for source in todo.values()}
+        courses = {
+            size: stack.enter_context(course_of(which, source, said))
+            for size, source in sizes.items()
+        }
+
+        def run(name: str, seed: int) -> Run | str:
+            try:
+                return run_entry(todo[name], courses[vocab_size_of(todo[name])], seed)
+            except ValueError as error:
+                return f"{name}: {error}"
+
+        futures = {
+            name: [workers.submit(run, name, seed) for seed in ladder.SEEDS] for name in todo
+        }
+        for name, runs in futures.items():
+            results = [future.result() for future in runs]
+            found = [result for result in results if isinstance(result, Run)]
+            if len(found) < len(results):
+                failed = (result for result in results if isinstance(result, str))
+                print(*failed, sep="\n", file=sys.stderr, flush=True)
+                continue
+            record = entry_of(name, which, todo[name], found, device)
+            append_record(config.output, record)
+            print(name, *map(round, times(record)), file=sys.stderr, flush=True)
+    return config.output

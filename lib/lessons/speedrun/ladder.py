@@ -1,0 +1,166 @@
+"""The ladder: from the plain recipe to the fastest known, one idea a step, each an edit.
+
+`python -m lib race ladder` races every recipe with three seeds and records what each idea gains.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lib.core.files import ROOT
+from lib.core.records import read_records
+from lib.lessons.speedrun.board import Entry, chance_of_faster, half_width, times
+from lib.lessons.speedrun.race import RECIPES, edited
+
+# Muon (Jordan et al. 2024): for a matrix, the nearest orthogonal one to its averaged gradient.
+MUON = """def orthogonal(gradient):
+    x = gradient / (gradient.norm() + 1e-7)
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    for _ in range(3):
+        s = x @ x.T
+        x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
+    return x.T if is_tall else x
+
+
+@torch.no_grad()
+def muon_step(matrices, averages, lr):
+    for p, average in zip(matrices, averages):
+        average.lerp_(p.grad, 0.05)
+        update = orthogonal(p.grad.lerp(average, 0.95))
+        p.add_(update, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+        p.grad = None
+
+
+def recipe(race, seed):
+"""
+# What it leaves to AdamW: the embedding, the head, and the gains.
+ALL_MATRICES = "    matrices = [p for p in model.parameters() if p.ndim >= 2]\n"
+BLOCKS = """    blocks = [p for p in model.layers.parameters() if p.ndim >= 2]
+    averages = [torch.zeros_like(p) for p in blocks]
+    matrices = [model.token_embeddings.weight, model.lm_head.weight]
+"""
+COSINE = (
+    "        lr = cosine_lr(step, max_lr=1.2e-2, min_lr=1.2e-3, warmup_steps=100, "
+    "cosine_steps=1200)\n"
+)
+LOSS = "        loss = model.loss(x, y)\n"
+DRAWS = "    draws = np.random.default_rng(seed)\n"
+COMPILE = "    compiled_loss = torch.compile(model.loss{})\n"
+COMPILED_LOSS = "        loss = compiled_loss(x, y)\n"
+# Idea -> its edit, each on top of those before it.
+KEPT: dict[str, dict[str, str]] = {
+    "higher rate": {"max_lr=1e-3, min_lr=1e-4": "max_lr=4e-3, min_lr=4e-4"},
+    "schedule that ends with the run": {"cosine_steps=3000": "cosine_steps=1200"},
+    "vocabulary of 2,048": {"VOCAB_SIZE = 1024": "VOCAB_SIZE = 2048"},
+    "two layers": {"num_layers=4": "num_layers=2"},
+    "zero start into the residual stream": {
+        "    matrices = [": """    for name, weight in model.named_parameters():
+        if "output_proj" in name or "w2" in name:
+            torch.nn.init.zeros_(weight)
+    matrices = ["""
+    },
+    "QK-norm": {"d_ff=352,": "d_ff=352, qk_norm=True,"},
+    "Muon for matrices": {
+        "def recipe(race, seed):\n": MUON,
+        ALL_MATRICES: BLOCKS,
+        "        optimizer.step()\n": """        muon_step(blocks, averages, 7.5 * lr)
+        optimizer.step()
+""",
+        "        clip_grad_norm(model.parameters(), 1.0)\n": "",
+        "AdamW, clip_grad_norm, cosine_lr": "AdamW, cosine_lr",
+    },
+    "rates of their own": {
+        "max_lr=4e-3, min_lr=4e-4": "max_lr=1.2e-2, min_lr=1.2e-3",
+        "7.5 * lr": "2.5 * lr",
+    },
+    "linear decay": {
+        COSINE: "        lr = 1.2e-2 * min(1, step / 10, max(0.02, (900 - step) / 450))\n",
+        "AdamW, cosine_lr": "AdamW",
+    },
+    "decay that ends at the target": {"(900 - step) / 450": "(780 - step) / 390"},
+}
+# Tried on top of all that are kept.
+TRIED: dict[str, dict[str, str]] = {
+    "tied embeddings": {
+        "qk_norm=True,": "qk_norm=True, tied_embeddings=True,",
+        "[model.token_embeddings.weight, model.lm_head.weight]": "[model.token_embeddings.weight]",
+    },
+    "batch ramp": {"race.batch(8,": "race.batch(4 if step < 200 else 8,"},
+    "short sequences": {"context_length=128": "context_length=64"},
+    "vocabulary of 4,096": {"VOCAB_SIZE = 2048": "VOCAB_SIZE = 4096"},
+    "three layers": {"num_layers=2": "num_layers=3"},
+    "no weight decay": {'"weight_decay": 0.1': '"weight_decay": 0.0'},
+    "bfloat16": {
+        LOSS: "        with torch.autocast(race.device.type, torch.bfloat16):\n    " + LOSS,
+    },
+    "FlashAttention of our own": {
+        "qk_norm=True,": 'qk_norm=True, attention_kernel="flash_attention_triton",'
+    },
+    "torch.compile": {DRAWS: DRAWS + COMPILE.format(""), LOSS: COMPILED_LOSS},
+    "CUDA graphs": {
+        DRAWS: DRAWS + COMPILE.format(", mode='reduce-overhead'"),
+        LOSS: COMPILED_LOSS,
+    },
+}
+# These need a GPU.
+ON_GPU = ("FlashAttention of our own", "torch.compile", "CUDA graphs")
+SEEDS = (1, 2, 3)
+RECORDS = ROOT / "artifacts/race_ladder.jsonl"
+
+
+def start() -> str:
+    """The source of the plain recipe."""
+    return (RECIPES / "start.py").read_text(encoding="utf-8")
+
+
+@functools.cache
+def recipes() -> dict[str, str]:
+    """Idea -> source of the recipe with it: those that are kept, then those that were tried."""
+    found = {"start": start()}
+    for name, change in KEPT.items():
+        found[name] = edited([*found.values()][-1], change)
+    best = [*found.values()][-1]
+    return found | {name: edited(best, change) for name, change in TRIED.items()}
+
+
+def best() -> str:
+    """The source of the fastest recipe known: all ideas that are kept."""
+    return recipes()[[*KEPT][-1]]
+
+
+def read(path: Path = RECORDS) -> dict[str, dict[str, dict[str, Any]]]:
+    """Device -> idea -> its newest record."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in read_records(path):
+        found.setdefault(record["device"], {})[record["figures"]["entry"]] = record
+    return found
+
+
+def rows(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
+    """The ladder of a device as rows of a table: each idea, and its gain over what it changes."""
+    found, before = [], "start"
+    for name in recipes():
+        if name not in entries:
+            continue
+        entry, reference = entries[name], entries[before]
+        mine, others = times(entry), times(reference)
+        gain = statistics.mean(others) / statistics.mean(mine)
+        chance = min(chance_of_faster(mine, others), chance_of_faster(others, mine))
+        tokens = statistics.mean(run["tokens"] for run in entry["figures"]["runs"])
+        found.append(
+            {
+                "idea": name,
+                "kept": "tried" if name in TRIED else "yes",
+                "seconds": f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f}",
+                "tokens to target": f"{tokens:,.0f}",
+                "times as fast": "" if name == "start" else f"{gain:.2f}",
+                "p": "" if name == "start" else f"{chance:.3f}",
+            }
+        )
+        before = name if name not in TRIED else before
+    return found
