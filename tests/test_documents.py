@@ -96,3 +96,7 @@ def test_the_benchmark_that_is_shown_is_a_command_as_it_is_added(monkeypatch):
     exec(source, vars(module))
     (command,) = eval(f"{{{entry}}}", {"Command": Command}).values()
     assert config_of(load(command.function)) is module.SoftmaxConfig
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len(read("README.md").split()) <= 700

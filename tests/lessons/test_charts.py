@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 from lib.core.figures import BLUE, GRAY, SKY, VERMILLION, alt_text
@@ -16,7 +17,6 @@ from lib.lessons.fsdp.orders import Span as Event
 from lib.lessons.hopper import figures as hopper
 from lib.lessons.hopper import timeline
 from lib.lessons.model.figures import show_differences
-from lib.lessons.profiling import explorers as profiling_steps
 from lib.lessons.profiling import figures as profiling
 from lib.lessons.profiling import records
 from lib.lessons.profiling.simulated import ToyTrainer
@@ -24,6 +24,7 @@ from lib.lessons.training import figures as training
 from lib.lessons.training.broken import read_broken_runs
 from lib.lessons.zero1 import figures as zero1
 from lib.profiling.measurement import Measurement
+from lib.profiling.roofline import draw_roofline
 from lib.profiling.timeline import Timeline
 
 RING = ring_all_reduce(np.array([[1, 2, 3], [10, 20, 30], [100, 200, 300]]))
@@ -48,10 +49,6 @@ COSTS = [{"variant": "a", "costs": [0.1, 0.2, 0.3]}, {"variant": "b", "costs": [
 PATHS = {"momentum": torch.rand(9, 3, 2), "AdamW": torch.rand(9, 3, 2)}
 BAND = {"steps": [1, 2], "low": [3.0, 2.0], "high": [4.0, 3.0]}
 DECAY = {"Added": torch.rand(9, 2), "Decoupled": torch.rand(9, 2)}
-STEPS = [
-    profiling_steps.StepEstimate("a", 1.0, 2.0, 30.0, 40.0),
-    profiling_steps.StepEstimate("b", 1.0, None, 30.0, None),
-]
 SPEEDS = {"forward": {"ours": {1024: 3.0, 2048: 4.0}, "cuDNN": {1024: 2.0}}}
 TILES = pd.DataFrame(
     [
@@ -83,7 +80,6 @@ FIGURES = {
     "loop": lambda: profiling.show_loop(toy_loop(), title="A step"),
     "kernels": lambda: profiling.show_traces(records.anonymous_traces(), named=2),
     "recorded steps": lambda: records.show_gpu_timelines("matrix_eager", "matrix_graph"),
-    "estimates": lambda: profiling_steps.show_estimates(STEPS),
     "tiles": lambda: flash.show_visited_tiles([7, 9], 2),
     "speed of tiles": lambda: flash.show_tile_speeds(TILES),
     "fragments": hopper.show_fragments,
@@ -216,10 +212,15 @@ def test_variants_whose_sign_depends_on_the_seed_have_another_color(drawn):
     assert len({bar.get_facecolor() for bar in axes.patches}) == 2
 
 
-def test_bars_of_a_step_say_where_memory_ran_out(drawn):
-    profiling_steps.show_estimates(STEPS)
-    found = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
-    assert found == [["1", "1", "2", "oom"], ["30", "30", "40", "oom"]]
+def test_points_of_a_roofline_are_named_beside_them_one_below_the_other(drawn):
+    limits, points, _ = records.block_on_gpu()
+    _, axes = plt.subplots()
+    draw_roofline(axes, limits, points, title="A block")
+    plt.show()
+    named = {text.get_text(): text for text in axes.texts if text.get_text() != " ridge"}
+    assert named.keys() == {point.name for point in points}
+    boxes = [text.get_window_extent() for text in named.values()]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_the_longest_kernels_are_named(drawn):

@@ -41,6 +41,19 @@ def cell(code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 # (lesson, the verdict on `f`, the cell)
 RIGHT = {
+    "profiling: autograd, a chunk at a time": (
+        "profiling",
+        "verdict(loss_in_chunks, f)",
+        """
+def f(hidden, weight, targets, chunk_tokens):
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    total = 0.0
+    for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens)):
+        loss = F.cross_entropy(F.linear(h, weight), t, reduction="sum") / len(targets)
+        loss.backward()
+        total += loss.item()
+    return total, hidden.grad, weight.grad""",
+    ),
     "training: weights that are replaced, gradients that are returned": (
         "training",
         "verdict(train, f)",
@@ -93,7 +106,7 @@ def f(make_run, before, after):
     ),
     "profiling: a running mean, rounded otherwise": (
         "profiling",
-        "verdict(TRAIN, watched(f))",
+        "verdict(train, f)",
         """
 def f(gpu, batches):
     losses, mean = [gpu.step(gpu.load(batch)) for batch in batches], 0.0
@@ -201,6 +214,21 @@ def f(x, w1, w2, ranks):
 }
 # ... and words of the verdict
 WRONG = {
+    "profiling: chunks that are twice as long": (
+        "profiling",
+        "verdict(loss_in_chunks, f)",
+        "def f(hidden, weight, targets, chunk_tokens):\n"
+        "    return loss_in_chunks.solve(hidden, weight, targets, 2 * chunk_tokens)",
+        "as many numbers as the logits of",
+    ),
+    "profiling: one-hot rows of all tokens": (
+        "profiling",
+        "verdict(loss_in_chunks, f)",
+        "def f(hidden, weight, targets, chunk_tokens):\n"
+        "    F.one_hot(targets, len(weight))\n"
+        "    return loss_in_chunks.solve(hidden, weight, targets, chunk_tokens)",
+        "tensor, as many numbers as the logits of all tokens",
+    ),
     "model: the loss as a number": (
         "model",
         "verdict(cross_entropy_loss, lambda *given: cross_entropy_loss.solve(*given).item())",

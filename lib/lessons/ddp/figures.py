@@ -112,5 +112,6 @@ def show_timelines(lines: Mapping[str, Timeline], *, messages: str = "all-reduce
         draw_timeline(axes, line, title=name, end_ms=end, messages=messages)
         axes.label_outer()
         named |= dict(zip(*reversed(axes.get_legend_handles_labels())))
-    figure.legend(named.values(), named, ncols=3, fontsize=9, loc="outside lower center")
+    columns = len(named) if len(named) <= 4 else 3
+    figure.legend(named.values(), named, ncols=columns, fontsize=9, loc="outside lower center")
     plt.show()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -183,6 +185,33 @@ def _step(model: Any, stack: Stack) -> Timeline:
     return timeline(stack.spans, group.transfers[before:], start, end)
 
 
+def time_accumulation(
+    make: Callable, networks: Mapping[str, Network], layers: Layers, micro_batches: int = 4
+) -> dict[tuple[str, bool], tuple[float, Tensor]]:
+    """Milliseconds and gradients of a step of several backward passes; all ranks call it.
+
+    Args:
+        make: makes a wrapper with `no_sync` from a module and `group=`.
+
+    Returns:
+        By network, and whether all passes but the last run in `no_sync`.
+    """
+    found = {}
+    for (place, network), waits in itertools.product(networks.items(), (False, True)):
+        group = simulated_group(network)
+        stack = Stack(layers, group)
+        model, start = make(stack, group=group), group.clock.now()
+        for number in range(micro_batches):
+            is_quiet = waits and number < micro_batches - 1
+            with model.no_sync() if is_quiet else contextlib.nullcontext():
+                model(torch.ones(1, requires_grad=True)).backward()
+            if not is_quiet:
+                model.finish_gradient_synchronization()
+        gradients = torch.cat([weight.grad for weight in stack.parameters()], dim=1)  # type: ignore[misc]
+        found[place, waits] = 1e3 * (group.clock.now() - start), gradients
+    return found
+
+
 def timeline(
     spans: Sequence[tuple[str, float, float]],
     transfers: Sequence[Transfer],
@@ -242,7 +271,8 @@ class PlannedBuckets:
 
     def start(self, bucket: list[int]) -> None:
         """Start the all-reduce of some layers' gradients."""
-        flat = torch.cat([self.stack.parts[index].weight.grad for index in bucket], dim=1)
+        grads = [self.stack.parts[index].weight.grad for index in bucket]
+        flat = torch.cat(grads, dim=1)  # type: ignore[arg-type]
         self.works.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ KINDS = {
     "forward": ("forward", GRAY),
     "backward": ("backward", BLUE),
     "reduce": ("reduce-scatter", GREEN),
-    "held": ("whole on this rank", SKY),
+    "held": ("gathered, or on its way", SKY),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,11 +38,12 @@ def _run(index: int, block: nn.Module, x: Tensor) -> Tensor:
 
 def count_gathers(blocks: int) -> tuple[int, int]:
     """All-gathers of a step of FSDP, and those where each block is a checkpoint; on all ranks."""
-    group, counts = dist.group.WORLD, []
+    group: Any = dist.group.WORLD
+    counts = []
     for is_checkpointed in (False, True):
-        model, before = FSDP(Residual(blocks, is_checkpointed)), len(group.transfers)  # type: ignore[union-attr]
+        model, before = FSDP(Residual(blocks, is_checkpointed)), len(group.transfers)
         model(torch.ones(1, 8, requires_grad=True)).sum().backward()
         model.finish_gradient_synchronization()
-        sent = group.transfers[before:]  # type: ignore[union-attr]
+        sent = group.transfers[before:]
         counts.append(sum(transfer.kind == "all_gather" for transfer in sent))
     return counts[0], counts[1]

@@ -1,8 +1,9 @@
-"""Exercises of notebook 04: timing, a hidden wait, traces, a planted bottleneck, memory, a step."""
+"""Exercises of notebook 04: timing, a hidden wait, traces, a planted bottleneck, memory, steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import math  # noqa: F401 (a mistake uses it)
 import random
 import statistics
 import time
@@ -16,6 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from lib.lessons.differences import Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import choices, ints, lists
+from lib.lessons.profiling.frugal import (
+    backward_at_the_end,  # noqa: F401 (a mistake calls it)
+    draw_hidden,
+    frugal,
+)
 from lib.lessons.profiling.plants import CAUSES
 from lib.lessons.profiling.simulated import Kernel, ToyGPU, ToyTrainer, kernels_of
 from lib.lessons.profiling.stacks import draw_stack, peak_share, run_stack
@@ -497,4 +503,44 @@ max(device, host_ms) if on_gpu else device + host_ms => device + host_ms
     | host and device are added up on a GPU, too; there they work at the same time
 return 1e3 * max(2 => return max(2
     | the head is in seconds, the rest in ms: FLOPs over FLOP/s are seconds
+"""
+
+
+# The largest tensor of all
+
+
+@exercise("optional", draw_hidden, harness=frugal, trials=60)
+def loss_in_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, num_tokens = torch.zeros(()), len(hidden)
+    d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+    for start in range(0, num_tokens, chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        logits = hidden[chunk] @ weight.T  # (chunk, vocab)
+        rows = torch.arange(len(logits))
+        loss -= logits.log_softmax(-1)[rows, targets[chunk]].sum()
+        d_logits = logits.softmax(-1)
+        d_logits[rows, targets[chunk]] -= 1
+        d_hidden[chunk] = d_logits @ weight
+        d_weight += d_logits.T @ hidden[chunk]
+    return loss / num_tokens, d_hidden / num_tokens, d_weight / num_tokens
+
+
+loss_in_chunks.mistakes = """
+loss, num_tokens = torch.zeros(()), len(hidden) =>
+    loss, num_tokens, chunk_tokens = torch.zeros(()), len(hidden), len(hidden)
+    | all logits are made at once; go through the tokens chunk by chunk
+loss, num_tokens = torch.zeros(()), len(hidden) =>
+    return backward_at_the_end(hidden, weight, targets, chunk_tokens)
+    | backward is called once, at the end, so autograd keeps every chunk's logits until then; call
+    it for each chunk
+d_logits[rows, targets[chunk]] -= 1 => pass
+    | the one-hot of the target is missing; the gradient is softmax - one-hot
+d_weight += => d_weight = | d_weight keeps the last chunk alone; add up the chunks
+d_hidden / num_tokens, d_weight / num_tokens => d_hidden, d_weight
+    | the gradients are those of the sum; divide them by the number of tokens
+].sum() => ].mean() * num_tokens / math.ceil(num_tokens / chunk_tokens)
+    | the loss is a mean over chunks, though the last may be shorter; add up all losses, and divide
+    once
 """

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import pyplot as plt
-
-from lib.core.charts import bars
-from lib.core.figures import BLUE, SKY
 
 if TYPE_CHECKING:
     import torch
@@ -19,25 +15,8 @@ if TYPE_CHECKING:
 
     from lib.model.config import ModelConfig
     from lib.profiling.memory_timeline import MemoryTimeline
-    from lib.profiling.roofline import Limits
     from lib.profiling.trace import Trace
     from lib.training.step import TrainStep
-
-
-@dataclass(frozen=True)
-class StepEstimate:
-    """Predicted and measured time and memory of a training step."""
-
-    name: str
-    """Such as `8 × 128, float32`."""
-
-    predicted_ms: float
-    measured_ms: float | None
-    """None: out of memory."""
-
-    predicted_mb: float
-    measured_mb: float | None
-    """None: out of memory."""
 
 
 def make_step(
@@ -120,76 +99,3 @@ def memory_image(timeline: MemoryTimeline) -> Image:
         path = Path(folder) / "memory.png"
         save_memory_figure(timeline.times_ms, timeline.num_bytes, path, phases=timeline.phases)
         return Image(path.read_bytes(), retina=True, alt=alt)
-
-
-def step_estimator(
-    preset: str,
-    device: torch.device,
-    limits: dict[str, Limits],
-    *,
-    contexts: Sequence[int],
-    dispatch_ms: float,
-    samples: int,
-) -> Callable[[int, int, str], StepEstimate]:
-    """Return a function (batch size, context, dtype) -> a training step, predicted and measured.
-
-    Args:
-        limits: by dtype.
-        dispatch_ms: what the host takes to launch the step's operations.
-    """
-    from lib.profiling.roofline import predicted_ms
-    from lib.tools.benchmarks import step as benchmark
-    from lib.tools.benchmarks.harness import grid
-
-    config = benchmark.StepBenchmarkConfig()
-    fixed: dict = {"mode": "full_step", "tf32": False, "compile": False, "attention_kernel": "sdpa"}
-    fixed |= {"warmup": 2, "samples": samples, "max_seconds": 0.5}
-
-    def estimate(batch: int, length: int, dtype: str) -> StepEstimate:
-        shape = {"model": preset, "batch_size": batch, "seq_len": length, "dtype": dtype}
-        [case] = grid(**shape, **fixed)
-        expected = benchmark.expect_step(case, device)
-        found = benchmark.measure_step(case, config, device)
-        predicted = predicted_ms(
-            benchmark.shape_of(case),
-            batch,
-            length,
-            limits[dtype],
-            element_bytes=benchmark.dtype_of(case).itemsize,
-            dispatch_ms=dispatch_ms,
-            runs_ahead=device.type == "cuda",
-        )
-        memory = found.get("peak_memory_gb")
-        megabytes = (1e3 * expected["predicted_memory_gb"], memory and 1e3 * memory)
-        return StepEstimate(
-            f"{batch} × {length}, {dtype}", predicted, found.get("median_ms"), *megabytes
-        )
-
-    return estimate
-
-
-def show_estimates(estimates: Sequence[StepEstimate]) -> None:
-    """Show bars of time and of memory, predicted above measured, for each of `estimates`."""
-    size = (9.0, 1.5 + 0.6 * len(estimates))
-    figure, panels = plt.subplots(ncols=2, sharey=True, figsize=size)
-    units = {"ms": ("Time", "time of a step (ms)"), "mb": ("Memory", "peak memory (MB)")}
-    for axes, (unit, (title, xlabel)) in zip(panels, units.items()):
-        rows = {}
-        for estimate in estimates:
-            found = getattr(estimate, f"measured_{unit}")
-            measured = "oom" if found is None else found
-            predicted = getattr(estimate, f"predicted_{unit}")
-            rows[estimate.name] = {"predicted": predicted, "measured": measured}
-        bars(
-            rows,
-            axes=axes,
-            title=title,
-            xlabel=xlabel,
-            ylabel="batch × context, dtype",
-            texts="{:,.3g}",
-            styles={"predicted": {"color": SKY}, "measured": {"color": BLUE}},
-            legend="none",
-        )
-        axes.label_outer()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    plt.show()

@@ -1,4 +1,4 @@
-"""The model of notebook 03, its parts named for profilers: a dict of weights, and `transformer`."""
+"""The model of notebook 02, its parts named for profilers: a dict of weights, and `transformer`."""
 
 import math
 
@@ -67,10 +67,10 @@ def transformer(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig)
         x = weights["token_embeddings.weight"][tokens]  # (batch, length, d_model)
     for i in range(config.num_layers):
         w = {name.removeprefix(f"layers.{i}."): weight for name, weight in weights.items()}
-        qkv, w_out = w["attn.qkv_proj.weight"].chunk(3), w["attn.output_proj.weight"]
+        w_q, w_k, w_v = w["attn.qkv_proj.weight"].chunk(3)
+        w_out, shape = w["attn.output_proj.weight"], (config.num_heads, config.rope_theta)
         with record_function("attention"):
-            normed = rms_norm(x, w["ln1.weight"])
-            x = x + attention(normed, *qkv, w_out, config.num_heads, config.rope_theta)
+            x = x + attention(rms_norm(x, w["ln1.weight"]), w_q, w_k, w_v, w_out, *shape)
         with record_function("feed-forward"):
             x = x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"])
     with record_function("head"):

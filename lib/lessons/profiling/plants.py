@@ -1,4 +1,4 @@
-"""The model of notebook 03 with something planted in it that slows it down, for notebook 04.
+"""The model of notebook 02 with something planted in it that slows it down, for notebook 04.
 
 A plant is an edit of the source of `plain_model.py`; the model computes the same numbers with it.
 Notebook 04 asks what B and C are: reading on here spoils that.

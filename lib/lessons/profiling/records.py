@@ -108,7 +108,9 @@ def profiles() -> dict[str, Profile]:
     """The profiled steps by folder (see PROFILE_NAMES)."""
     found = {}
     for folder, name in PROFILE_NAMES.items():
-        figures = json.loads((PROFILES / folder / "summary.json").read_text())["figures"]
+        figures = json.loads((PROFILES / folder / "summary.json").read_text(encoding="utf-8"))[
+            "figures"
+        ]
         times = (figures["wall_ms"], figures["busy_ms"], figures["dispatch_ms"])
         counts = round(figures["kernels"]), round(figures["launches"])
         found[folder] = Profile(name, *times, *counts)
@@ -127,7 +129,10 @@ def show_gpu_timelines(*folders: str, start_ms: float = 0, end_ms: float | None 
     """Show recorded steps as timelines on the same time axis, all of it or a part."""
     from lib.profiling.figures import draw_trace
 
-    records = {name: json.loads((PROFILES / name / "summary.json").read_text()) for name in folders}
+    records = {
+        name: json.loads((PROFILES / name / "summary.json").read_text(encoding="utf-8"))
+        for name in folders
+    }
     last = end_ms or max(record["figures"]["wall_ms"] for record in records.values())
     figure, panels = plt.subplots(
         nrows=len(folders), figsize=(9, 0.7 + 1.7 * len(folders)), squeeze=False

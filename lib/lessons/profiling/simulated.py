@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -114,6 +115,7 @@ class ToyTrainer:
         return ToyLoss(self, value, self.busy_until)
 
 
+@functools.total_ordering
 @dataclass(eq=False)
 class ToyLoss:
     """A number on the device of a `ToyTrainer`; sums of them stay there."""
@@ -140,17 +142,8 @@ class ToyLoss:
     def __truediv__(self, number: float) -> ToyLoss:
         return self.trainer._launch("sum", 0, self.value / number)
 
-    def __gt__(self, other: ToyLoss | float) -> bool:
-        return self.item() > float(other)
-
     def __lt__(self, other: ToyLoss | float) -> bool:
         return self.item() < float(other)
-
-    def __ge__(self, other: ToyLoss | float) -> bool:
-        return self.item() >= float(other)
-
-    def __le__(self, other: ToyLoss | float) -> bool:
-        return self.item() <= float(other)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)

@@ -313,7 +313,7 @@ def interrupt(resume: Callable, make_run: MakeRun, before: int, after: int) -> A
     return weights
 
 
-@exercise("core", draw_runs, harness=interrupt)
+@exercise("optional", draw_runs, harness=interrupt)
 def resume(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
     first = make_run()
     first.train(before)
@@ -421,7 +421,7 @@ def draw_prompt(generator: random.Random, size: int) -> tuple:
     return model, prompt, 1 + size // 2
 
 
-@exercise("core", draw_prompt)
+@exercise("optional", draw_prompt)
 def decode(model: ToyDecoder, prompt: Sequence[int], count: int) -> list[int]:
     tokens, keys, values = list(prompt), [], []
     for position in range(len(prompt) + count - 1):

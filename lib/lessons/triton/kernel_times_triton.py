@@ -10,13 +10,14 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from lib.core.files import ROOT
 from lib.core.records import append_record, new_record
 from lib.core.settings import PositiveInt, settings
 from lib.lessons.triton import solutions_triton as solutions
 from lib.profiling.measurement import measure_interleaved
 
 EPS = 1e-5
+# Calls in a CUDA graph.
+CALLS = 20
 
 
 @settings
@@ -35,37 +36,52 @@ class KernelTimesConfig:
     groups: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16)
     """Rows of tiles in a group, for the order of a matmul's programs."""
 
-    samples: PositiveInt = 50
+    samples: PositiveInt = 30
     """Samples of each, interleaved."""
 
-    output: Path = ROOT / "artifacts/triton_kernels.jsonl"
+    output: Path = Path("artifacts/triton_kernels.jsonl")
     """File of records; new ones are appended."""
 
 
 def measure_kernels(config: KernelTimesConfig) -> None:
     """Time all candidates on this GPU, and append a record for each.
 
+    Each is recorded as a CUDA graph of many calls: launched one by one, kernels as short as these
+    take as long as their launch.
+
     Raises:
-        RuntimeError: there is no CUDA device.
-        ValueError: a kernel's result is not PyTorch's.
+        ValueError: there is no CUDA device.
+        AssertionError: the result of a norm or of a matmul is not PyTorch's.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("lessons kernels needs a CUDA device, found none")
+        raise ValueError("lessons kernels needs a CUDA device, found none")
+    device = torch.device("cuda")
     for candidates in (row_candidates(config), matmul_candidates(config)):
-        expected, *others = (run() for run in candidates.values())
-        for name, found in zip(list(candidates)[1:], others):
-            if found.shape == expected.shape and name.startswith(("rms_norm", "F.", "matmul")):
-                torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-1)
-        device = torch.device("cuda")
-        found = measure_interleaved(
-            list(candidates.values()), device=device, warmup=5, samples=config.samples
-        )
-        for name, result in zip(candidates, found):
-            figures = {"name": name, "median_us": 1e3 * result.median_ms}
-            figures["iqr_us"] = 1e3 * result.iqr_ms
-            record = new_record(figures, config=config, seed=0, device=device)
-            append_record(config.output, record)
-            print(f"{name:28} {figures['median_us']:10.1f} µs, IQR {figures['iqr_us']:.1f}")
+        expected = next(iter(candidates.values()))()
+        for name, run in candidates.items():
+            if name.startswith(("F.", "rms_norm", "RMSNorm", "matmul")):
+                torch.testing.assert_close(run(), expected, rtol=1e-2, atol=1e-1)
+        graphs = [graph_of(run).replay for run in candidates.values()]
+        measured = measure_interleaved(graphs, device=device, warmup=3, samples=config.samples)
+        for name, found in zip(candidates, measured):
+            us, iqr_us = (1e3 * ms / CALLS for ms in (found.median_ms, found.iqr_ms))
+            figures = {"name": name, "median_us": us, "iqr_us": iqr_us}
+            append_record(config.output, new_record(figures, config=config, seed=0, device=device))
+            print(f"{name:28} {us:10.1f} µs, IQR {iqr_us:.1f}")
+
+
+def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """CALLS calls of `run`, recorded."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    # what happens only once must not be recorded
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            run()
+    return graph
 
 
 def row_candidates(config: KernelTimesConfig) -> dict[str, Callable[[], Tensor]]:

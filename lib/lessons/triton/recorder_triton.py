@@ -26,8 +26,6 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction, KernelInterface
 
-# A GPU moves memory in sectors of this size (CUDA C++ Best Practices Guide, coalesced access).
-SECTOR_BYTES = 32
 # Addresses that belong to one tensor; far more than a kernel strays.
 ADDRESSES = 1 << 40
 ARITHMETIC = (
@@ -156,15 +154,6 @@ class Run:
             for (_, tensor), offsets in touched.items()
         )
 
-    def sector_bytes(self, kind: str | None = None, tensor: str | None = None) -> int:
-        """Bytes of all sectors that the accesses reach into, for each access on its own."""
-        total = 0
-        for access in self.accesses:
-            if kind in (None, access.kind) and tensor in (None, access.tensor):
-                per_sector = SECTOR_BYTES // self.tensors[access.tensor].itemsize
-                total += SECTOR_BYTES * len(np.unique(access.offsets // per_sector))
-        return total
-
     def faults(self) -> list[str]:
         """Accesses out of bounds, and elements that several programs store."""
         found = []
@@ -176,11 +165,6 @@ class Run:
         for name, memory in self.tensors.items():
             found += _races(self.of("store", name), memory)
         return found
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs for each byte that programs ask for."""
-        return self.flops.total() / self.bytes_moved()
 
 
 def _outside(access: Access, memory: Memory, offset: int) -> str:

@@ -14,12 +14,9 @@ KERNELS = ROOT / "artifacts/triton_kernels.jsonl"
 
 
 def own_kernels() -> dict[str, float]:
-    """Kernel of notebook 05, or PyTorch's -> µs on an H200; empty as long as none is recorded.
-
-    `python -m lib lessons kernels` records them.
-    """
-    if found := {record["figures"]["name"]: record for record in read_records(KERNELS)}:
-        print(f"recorded: {place_of(*found.values())}")
+    """Kernel of notebook 05, or PyTorch's -> µs on an H200, by `python -m lib lessons kernels`."""
+    found = {record["figures"]["name"]: record for record in read_records(KERNELS)}
+    print(f"recorded: {place_of(*found.values())}")
     return {name: record["figures"]["median_us"] for name, record in found.items()}
 
 
@@ -30,7 +27,7 @@ def recorded_limits() -> Limits:
 
 def recorded_kernels() -> dict[str, float]:
     """Kernel -> µs of one call in a training step of gpt2-124m, 32 × 1,024 tokens, bfloat16."""
-    record = json.loads((PROFILES / PROFILE / "summary.json").read_text())
+    record = json.loads((PROFILES / PROFILE / "summary.json").read_text(encoding="utf-8"))
     print(f"kernels of a training step of {record['figures']['model']}, {place_of(record)}")
     return {
         row["name"]: 1e3 * row["ms"] / row["calls"] for row in record["figures"]["kernel_times"]

@@ -97,7 +97,7 @@ def grouped_matmul(
     # the tile of this program: down the columns of a group of rows, then to the next group
     program, tiles = tl.program_id(0), tl.cdiv(N, COLUMNS)
     first = program // (GROUP * tiles) * GROUP
-    height = min(GROUP, tl.cdiv(M, ROWS) - first)
+    height = tl.minimum(GROUP, tl.cdiv(M, ROWS) - first)
     inside = program % (GROUP * tiles)
     rows = (first + inside % height) * ROWS + tl.arange(0, ROWS)
     columns = inside // height * COLUMNS + tl.arange(0, COLUMNS)

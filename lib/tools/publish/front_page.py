@@ -24,7 +24,7 @@ from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.documents import write_documents
 from lib.tools.publish.links import FILES, copy_into_report
 from lib.tools.publish.navigation import write_search
-from lib.tools.publish.pages import TEMPLATES, alt_text, page_note, short_title
+from lib.tools.publish.pages import TEMPLATES, alt_text, local_date, page_note, short_title
 
 REPORT = "a report"
 # Links of the front page beside the notebooks.
@@ -146,15 +146,17 @@ def _summary(pages: Sequence[dict[str, Any]]) -> str:
 
 
 def _facts(pages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return machine, versions and commit of the newest page, for the foot."""
+    """Return date, machine, versions and commit of the newest page, for the foot."""
     made = [page["about"] for page in pages if page["about"].get("provenance")]
     if not made:
         return []
-    provenance = max(made, key=lambda about: about["finished"])["provenance"]
+    newest = max(made, key=lambda about: about["finished"])
+    provenance = newest["provenance"]
     versions = " · ".join(f"{name} {v}" for name, v in provenance["versions"].items() if v)
     commit = provenance["commit"] or "not in a git checkout"
     commit += " with uncommitted changes" if provenance["dirty"] else ""
     return [
+        ("Last tried", local_date(newest["finished"])),
         ("Device", provenance["device"]),
         ("Processor", f"{provenance['cpu']}, {provenance['cores']} cores"),
         ("Versions", versions),

@@ -4,12 +4,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from lib.ddp.launcher import launch
 from lib.ddp.wrappers import wrap
 from lib.lessons.ddp.costs import predict_scaling
 from lib.lessons.ddp.exercises import a_quarter_each, plan, step_ms
-from lib.lessons.ddp.stack import Layers, bucketed, time_steps, timeline
+from lib.lessons.ddp.stack import Layers, bucketed, time_accumulation, time_steps, timeline
 from lib.lessons.simulated_network import Network, Straggler, Transfer
 from lib.profiling.collectives import Link
 
@@ -68,6 +69,15 @@ def test_the_wait_for_others_is_communication_and_computing_beside_it_hides_it()
     assert line.exposed == (pytest.approx((6.0, 9.0)),)
     assert dict(line.compute)["backward"] == (pytest.approx((2.0, 6.0)),)
     assert line.step_ms == pytest.approx(9.0)
+
+
+def test_with_no_sync_a_step_of_several_passes_sends_once():
+    make = partial(wrap, "flashddp")
+    for found in launch(time_accumulation, 2, make, {"": NETWORK}, LAYERS, 3, backend="gloo"):
+        (each, gradients), (once, same) = found["", False], found["", True]
+        assert torch.equal(gradients, same)
+        assert torch.equal(gradients, torch.full_like(gradients, 3.0))
+        assert once < each - 8.0
 
 
 def test_by_the_wall_clock_matrices_are_multiplied_and_messages_waited_for():

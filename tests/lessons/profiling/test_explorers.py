@@ -1,4 +1,4 @@
-"""Experiments of notebook 04: profiles, predictions beside measurements."""
+"""Experiments of notebook 04: profiles of a training step."""
 
 import pytest
 import torch
@@ -7,12 +7,10 @@ from lib.lessons.profiling.explorers import (
     make_step,
     memory_image,
     profile_step_memory,
-    step_estimator,
     trace_of,
 )
 from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
-from lib.profiling.roofline import Limits
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +38,3 @@ def test_the_memory_of_a_step_holds_its_parameters(training, capfd):
     assert timeline.highest()["parameters"] == 4 * num_parameters(step.model.config)
     assert "activations" in memory_image(timeline).alt
     assert not capfd.readouterr().err
-
-
-def test_a_step_is_estimated_from_limits_and_dispatch_and_measured():
-    limits = {"float32": Limits(1e30, 1e30)}
-    estimate = step_estimator(
-        "tiny", torch.device("cpu"), limits, contexts=(16,), dispatch_ms=7.0, samples=3
-    )
-    found = estimate(1, 16, "float32")
-    # a machine whose roof is out of reach takes only the host's time
-    assert found.predicted_ms == pytest.approx(7)
-    assert found.measured_ms > 0
-    assert found.predicted_mb == pytest.approx(found.measured_mb, rel=0.3)

@@ -28,6 +28,18 @@ def test_of_records_for_the_same_thing_the_last_stays(tmp_path):
     assert [r["figures"]["ms"] for r in newest_records(path)] == [2, 3, 4, 7, 6]
 
 
+def test_a_table_has_the_date_of_its_own_rows_and_not_of_the_rest_of_the_file(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(records, "ARTIFACTS", tmp_path)
+    shown = record(task="call", size=256, returned_ms=1.0, done_ms=2.0)
+    later = record(task="size", numbers=16, min_ms=1.0) | {"date": "2026-05-06T00:00:00+00:00"}
+    for one in (shown, later):
+        append_record(tmp_path / "roofline.jsonl", one | {"config": None})
+    assert len(records.calls()) == 1
+    assert capsys.readouterr().out == "GPU A, 2026-01-02\n"
+
+
 @pytest.mark.parametrize(
     ("rows_of", "count", "word"),
     [

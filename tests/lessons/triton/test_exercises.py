@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lib.lessons.exercise import edited, verdict
 from lib.lessons.triton import exercises, solutions_triton
+from lib.lessons.triton.compile_triton import compile_for
 from lib.lessons.triton.recorder_triton import watch
 
 
@@ -216,3 +217,7 @@ def test_groups_of_programs_cover_each_tile_once_and_the_kernel_goes_in_that_ord
     torch.testing.assert_close(c, a @ b)
     stored = [divmod(int(access.offsets.min()), 24) for access in run.of("store")]
     assert [(row // 8, column // 8) for row, column in stored] == tiles
+    half = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*fp16") | dict.fromkeys("MNK", "i32:16")
+    large = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8}
+    made = compile_for(90, solutions_triton.grouped_matmul, half, num_warps=8, **large)
+    assert made.spilled_bytes == 0

@@ -77,3 +77,5 @@ def test_the_records_have_the_kernels_of_the_notebook(capsys):
     assert "NVIDIA H200" in capsys.readouterr().out
     assert {"_add_rms_norm_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= set(recorded)
     assert [point.name for point in records.recorded_points("RMSNorm")] == ["RMSNorm"]
+    own = records.own_kernels()
+    assert {"rms_norm", "softmax", "add_bias", "F.rms_norm", "matmul, groups of 16"} <= own.keys()

@@ -39,8 +39,6 @@ def test_a_kernel_is_run_and_counted():
     assert run.faults() == []
     assert [access.program for access in run.of("load", "x")] == [0, 1, 2]
     assert run.bytes_moved("load") == run.bytes_moved("store") == run.least_bytes() / 2 == 48
-    # tiles of 16 bytes lie in sectors of 32
-    assert run.sector_bytes("load") == 3 * 32
     assert run.flops == {"other": 12}
 
 
