@@ -8,12 +8,13 @@ Each complaint names the notebook, the cell (counted from 1, Markdown included) 
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import nbformat
 import papermill
 
+from lib.lessons import show
 from lib.tools.publish.cells import FIRST_CELL, METADATA, cell_metadata
 from lib.tools.publish.pages import mathml_errors
 from lib.tools.publish.plan import parameter_names
@@ -37,6 +38,13 @@ MACHINE_PATH = re.compile(
     r"(?<![\w./:-])/(?:home|root|Users|work\w*|mnt|media|tmp|opt|var|private|content)/[\w.-]+"
     r"|(?<!\w)[A-Za-z]:\\\\?[\w.-]+"
 )
+# Functions that return what Jupyter shows if it is the value of a cell.
+RETURN_WHAT_IS_SHOWN = {
+    name
+    for name, function in vars(show).items()
+    if "return" in getattr(function, "__annotations__", {})
+    and function.__annotations__["return"] in ("HTML", "Markdown")
+}
 REMOTE_PICTURE = re.compile(r"!\[[^]]*\]\(\s*https?:|<(?:img|script|iframe)\b[^>]*https?:")
 
 
@@ -113,6 +121,8 @@ def _check_cell(cell: dict) -> Iterator[str]:
     yield from _check_paths("source", cell.source)
     if cell.cell_type == "code":
         yield from _check_outputs(cell)
+        for name in _lost(cell.source):
+            yield f"what {name} returns is lost before the cell's end; call it last, or display it"
 
 
 def _check_outputs(cell: dict) -> Iterator[str]:
@@ -135,14 +145,30 @@ def _check_paths(where: str, text: str) -> Iterator[str]:
         yield f"{where} has a path of one machine, {found[0]!r}; show it relative to the workbook"
 
 
+def _statements(source: str) -> list[ast.stmt]:
+    """The statements of a cell; none if it has magics."""
+    try:
+        return ast.parse(source).body
+    except SyntaxError:
+        return []
+
+
+def _called(statements: Iterable[ast.stmt]) -> set[str]:
+    """Names of the functions that are called by themselves, without use of what they return."""
+    calls = [s.value for s in statements if isinstance(s, ast.Expr)]
+    found = [call.func for call in calls if isinstance(call, ast.Call)]
+    return {function.id for function in found if isinstance(function, ast.Name)}
+
+
+def _lost(source: str) -> list[str]:
+    """Functions of `lib.lessons.show` whose table or code a cell makes and does not show."""
+    return sorted(_called(_statements(source)[:-1]) & RETURN_WHAT_IS_SHOWN)
+
+
 def _shows_something(source: str) -> bool:
     """Return whether the cell surely makes an output: it prints, displays or ends in a value."""
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:
-        return False
-    calls = [s.value for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
-    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    body = _statements(source)
+    names = _called(body)
     last = body[-1] if body else None
     bare = isinstance(last, ast.Expr) and not isinstance(last.value, (ast.Call, ast.Await))
     return bool(names & {"print", "display"}) or (bare and not source.rstrip().endswith(";"))

@@ -79,6 +79,10 @@ NOT_FOR_PAPERMILL = [
         (cell(4, execution_count=None), "cell 5: execution count is none"),
         (cell(4, outputs=[]), "cell 5: has no output but makes one"),
         (
+            cell(4, source="show_table(rows)\nassert rows"),
+            "cell 5: what show_table returns is lost before the cell's end; call it last",
+        ),
+        (
             output("error", ename="KeyError", evalue="'a'", traceback=[]),
             "cell 5: ends in KeyError: 'a'",
         ),

@@ -256,6 +256,12 @@ state.update(m=m, v=v, step=step) => pass | the moments are never kept, so each 
 m / (1 - beta1**step), v / (1 - beta2**step) => m, v | bias correction is missing
 param.copy_(whole[offset : offset + param.numel()].view_as(param)) => pass
     | the parameters stay what they were; write into them, with copy_
+ranks.reduce_scatter(flat(grads)) => ranks.all_gather(ranks.reduce_scatter(flat(grads)))
+    && mine = flat(params).chunk(ranks.count)[ranks.number] => mine = flat(params)
+    && ranks.all_gather(mine), 0 => mine, 0
+    | every rank keeps the moments of all weights; keep those of its slice alone
+step=step) => step=0) | the step isn't counted up in `state`; bias correction needs it
+(v_hat.sqrt() + eps) => (v_hat + eps).sqrt() | ε is under the root; add it to the root
 torch.zeros(-len(joined) % ranks.count)]) => ])[: len(joined) // ranks.count * ranks.count]
     | the last elements are cut off; pad to a multiple of the ranks
 """
