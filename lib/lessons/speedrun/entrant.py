@@ -43,7 +43,8 @@ STARTS_PROCESS = ("subprocess.Popen", "os.system", "os.fork", "os.posix_spawn", 
 def guard(device: torch.device) -> None:
     """From now on, refuse what an entry has no need of: other data, the network, processes."""
     inside = tuple(map(os.path.realpath, (tempfile.gettempdir(), "/proc", "/sys", "/dev")))
-    data = (str(ROOT / "data"), str(ROOT / "artifacts"))
+    workbook = os.path.realpath(ROOT)
+    data = tuple(os.path.join(workbook, folder) for folder in ("data", "artifacts"))
     for name in [name for name in sys.modules if name.startswith(FORBIDDEN_MODULES)]:
         del sys.modules[name]
 
@@ -51,7 +52,9 @@ def guard(device: torch.device) -> None:
         if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
             path = os.path.realpath(os.fsdecode(args[0]))
             is_code = path.endswith(CODE) and not path.startswith(data)
-            if not (is_code or path.startswith(inside)):
+            # a checkout may lie in the folder for temporary files
+            is_scratch = path.startswith(inside) and not path.startswith(workbook)
+            if not (is_code or is_scratch):
                 raise PermissionError(f"an entry trains on race.batch alone; it opened {path}")
         elif event == "import" and args[0].startswith(FORBIDDEN_MODULES):
             raise PermissionError(f"an entry trains on race.batch alone; it imported {args[0]}")
