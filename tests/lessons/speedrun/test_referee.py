@@ -1,5 +1,6 @@
 """The referee: an honest run, ten easy cheats, a fresh process that opens nothing."""
 
+import builtins
 import dataclasses
 import time
 
@@ -98,8 +99,11 @@ def test_an_easy_cheat_is_caught(cheat, monkeypatch):
     changes, told = CHEATS[cheat]
     source = f"HELD_OUT = {rule(513, 1).tolist()}\n" + edited(ENTRY, changes)
     if cheat == "works while it is judged":
-        # the daemon would go on: the process-wide clock is all that is looked at
-        source = source.replace("while True", "for _ in range(30_000_000)")
+        # until this test ends, and not longer
+        monkeypatch.setattr(builtins, "is_on", True, raising=False)
+        source = source.replace(
+            "while True", "import builtins\n        while hasattr(builtins, 'is_on')"
+        )
         monkeypatch.setattr(referee, "IDLE_S", 0.02)
         judge = referee.Race.judge
         monkeypatch.setattr(referee.Race, "judge", lambda *a: (time.sleep(0.5), judge(*a))[1])
