@@ -191,7 +191,8 @@ CURES = {
     "must be Tensor, not tensor": TILES_ARE_TRITONS,
     "got (tensor": TILES_ARE_TRITONS,
     "can only convert an array of size 1": TILES_ARE_TRITONS,
-    "incompatible dimensions": "numbers of rows meet a tile: `x[:, None]` makes a column of them",
+    "incompatible dimensions": "numbers meet a tile: `x[:, None]` goes with its rows, "
+    "`x[None, :]` with its columns",
     "equal reduction dimensions": "the columns of a are the rows of b in `tl.dot(a, b)`: "
     "`tl.trans` turns a tile on its side",
     "is not string": "take out the `print`",

@@ -263,7 +263,7 @@ SCORES = 'tl.where(key[None, :] < n, scores, float("-inf"))'
         (SCORES, 'scores.masked_fill(key >= n, float("-inf"))', "`tl.where(condition"),
         ("m + tl.log(l)", '__import__("math").log(l)', "not PyTorch's"),
         ("m + tl.log(l)", '__import__("torch").log(l)', "not PyTorch's"),
-        ("scores - new_m[:, None]", "scores - new_m", "`x[:, None]` makes a column"),
+        ("scores - new_m[:, None]", "scores - new_m", "`x[:, None]` goes with its rows"),
         ("tl.trans(k)", "k", "`tl.trans` turns"),
     ],
 )
