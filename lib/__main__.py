@@ -600,7 +600,7 @@ def full_flag(cls: type, flag: str, command: str) -> str:
 
 
 def hint_for(name: str, found: dict[str, list[str]], cls: type) -> str:
-    """What a user may have meant by `name`, given the `field_paths` of `cls`, or who has it."""
+    """Suggest a flag for an unknown `name`, from `field_paths` of `cls`, or say who has it."""
     meant = suggestion(name, found)
     owners = ", ".join(owners_of(name, cls))
     hints = [f"did you mean --{meant}?"] if meant else []

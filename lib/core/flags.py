@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# `--help` of a command has at most so many lines; `--help-all` has everything.
+# The most lines of a command's `--help`; `--help-all` has everything.
 MOST_LINES = 60
 MOST_COLUMNS = 110
 # Lines of it above the flags.

@@ -66,7 +66,7 @@ MOST_TOKENS = 32_768
 
 
 class Run(NamedTuple):
-    """What is trained, and on what."""
+    """A model, and the GPUs that train it."""
 
     model: ModelConfig
     gpu: Gpu
@@ -283,6 +283,13 @@ PUBLISHED = (
 )
 
 
+def published_errors() -> list[tuple[Published, float]]:
+    """Each published figure, and the relative error of predicting it."""
+    return [
+        (figure, predict(figure.run).tokens_per_s / figure.tokens_per_s - 1) for figure in PUBLISHED
+    ]
+
+
 # The command
 
 
@@ -364,22 +371,23 @@ def own_error_rows() -> list[dict[str, Any]]:
 
 def published_rows() -> list[dict[str, Any]]:
     """The published figures, and the errors of predicting them: rows of a table."""
-    rows = []
-    for figure in PUBLISHED:
-        found = predict(figure.run).tokens_per_s
-        cells = {"what": figure.what, "GPU": f"{figure.run.gpus} × {figure.run.gpu.name}"}
-        cells |= {"published tokens/s": f"{figure.tokens_per_s:,.0f}", "predicted": f"{found:,.0f}"}
-        rows.append(cells | {"error": f"{found / figure.tokens_per_s - 1:+.0%}"})
-        rows[-1]["source"] = figure.source
-    return rows
+    return [
+        {
+            "what": figure.what,
+            "GPU": f"{figure.run.gpus} × {figure.run.gpu.name}",
+            "published tokens/s": f"{figure.tokens_per_s:,.0f}",
+            "predicted": f"{(1 + error) * figure.tokens_per_s:,.0f}",
+            "error": f"{error:+.0%}",
+            "source": figure.source,
+        }
+        for figure, error in published_errors()
+    ]
 
 
 def typical_errors() -> str:
     """A sentence on how far predictions are off."""
     own = [abs(error) for _, error in left_out_errors()]
-    others = [
-        abs(predict(figure.run).tokens_per_s / figure.tokens_per_s - 1) for figure in PUBLISHED
-    ]
+    others = [abs(error) for _, error in published_errors()]
     return (
         f"Error, median and largest: {statistics.median(own):.0%} and {max(own):.0%} on "
         f"{len(own)} steps of our own, each predicted without its model's records; "

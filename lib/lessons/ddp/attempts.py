@@ -1,4 +1,4 @@
-"""What a right answer of notebook 08 does on processes: train a model whose gradients arrive in
+"""Right answers of notebook 08 at work on processes: they train a model whose gradients arrive in
 another order on each rank.
 """
 

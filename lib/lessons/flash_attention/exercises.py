@@ -171,7 +171,7 @@ k[j : j + BK], v[j : j + BK] => k, v && range(0, n, BK) => range(1)
 
 
 def draw_saved(generator: random.Random, size: int) -> tuple:
-    """What `tiled_forward` is given and returns, and the gradient of its output."""
+    """Arguments and results of `tiled_forward`, and the gradient of its output."""
     q, k, v, BQ, BK = draw_head(generator, size)
     q = q.clamp(-3, 3)
     out, lse = attention_and_lse(q, k, v, is_causal=False)
@@ -225,7 +225,7 @@ def draw_launches(generator: random.Random, size: int) -> tuple:
 
 
 def launching(function: Callable, *tensors: Tensor) -> Named:
-    """What `function` of tensors and the two backward kernels returns; on a GPU compiled, too.
+    """Results of `function` of tensors and the two backward kernels; on a GPU compiled, too.
 
     Raises:
         ValueError: not two kernels are launched, or one has no programs, or the result is not what

@@ -240,7 +240,7 @@ in_matmuls > busy / 2 => in_matmuls > span / 2
 
 
 def evidence(yours: Any, expected: str) -> str:
-    """What the trace would show if a guess were right, and does not."""
+    """The signs that a guess would leave in the trace, and that it lacks."""
     if yours not in CAUSES:
         return f"it returned {yours!r}; the causes are {', '.join(map(repr, CAUSES))}"
     return f"it is not {yours!r}: {CAUSES[yours].signs}"

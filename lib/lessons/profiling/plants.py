@@ -18,7 +18,7 @@ class Cause(NamedTuple):
 
     what: str
     signs: str
-    """What its trace shows."""
+    """The signs in its trace."""
 
 
 CAUSES = {

@@ -16,7 +16,7 @@ import numpy as np
 from lib.core.files import ROOT, write_atomically
 from lib.core.records import new_record, read_records, to_markdown
 from lib.lessons.speedrun.race import CLASSES, RECIPES, RaceClass, at_target, diff, digest
-from lib.lessons.speedrun.referee import FEWEST_SEEDS, SAME, Run
+from lib.lessons.speedrun.referee import FEWEST_SEEDS, SAME, Run, has_repeated
 
 FOLDER = ROOT / "artifacts/race"
 LEADERBOARD = FOLDER / "LEADERBOARD.md"
@@ -44,7 +44,7 @@ def read_entries(folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 
 def clock_of(entry: Entry) -> str:
-    """Which seconds count: on a CPU the processor's, which other work hardly changes."""
+    """The seconds that count: on a CPU the processor's, which other work hardly changes."""
     return "seconds" if "NVIDIA" in entry["device"] else "processor_s"
 
 
@@ -103,7 +103,7 @@ def faults(entry: Entry) -> list[str]:
     seeds = {run["seed"] for run in runs}
     if len(seeds) < FEWEST_SEEDS:
         found.append(f"{len(seeds)} of {FEWEST_SEEDS} seeds")
-    if len({tuple(bits for *_, bits in run["curve"]) for run in runs}) < len(runs):
+    if has_repeated([run["curve"] for run in runs]):
         found.append("two seeds gave the same curve")
     for run in runs:
         where = at_target(run["curve"], which["target"])

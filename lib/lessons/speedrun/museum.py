@@ -122,7 +122,7 @@ def batch_of(
 
 
 def average(models: list[TransformerLM], fault: str) -> None:
-    """What an all-reduce of the gradients does, or fails to do."""
+    """An all-reduce of the gradients, right or with a fault."""
     if fault == "gradients not exchanged":
         return
     for parameters in zip(*(model.parameters() for model in models)):

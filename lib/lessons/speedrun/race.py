@@ -47,7 +47,7 @@ Recipe = Callable[["Track", int], Iterator[tuple["TransformerLM", int]]]
 
 @dataclass(frozen=True)
 class RaceClass:
-    """What is raced, and on what."""
+    """A class of races: text, target, ranks and limit."""
 
     name: str
     target: float
@@ -106,7 +106,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """What an entry is given: batches of the training text, and where it runs."""
+    """The part of a race that an entry is given: batches of the training text, and its device."""
 
     train_tokens: np.ndarray
     vocab_size: int

@@ -94,7 +94,7 @@ class Course:
     train_file: Path
     tokenizer: Tokenizer | None
     seconds: float = 0.0
-    """What making the tokens took, where that counts."""
+    """Seconds that making the tokens took, where they count."""
 
     def fresh_text(self) -> np.ndarray | None:
         """Tokens of new text like the held-out text; None where nobody can make it."""
@@ -161,7 +161,7 @@ def knock_at_end(process: subprocess.Popen, address: Any, key: bytes) -> None:
 
 
 def job_of(source: str, course: Course, seed: int) -> dict[str, Any]:
-    """What an entrant is told; nothing of the held-out text."""
+    """The message that starts an entrant; nothing in it is of the held-out text."""
     race = course.race
     job = {"source": source, "seed": seed, "train_file": str(course.train_file)}
     job |= {"vocab_size": race.vocab_size, "ranks": course.which.ranks}
@@ -256,7 +256,7 @@ def check_untrained(bits: float, race: Race) -> None:
 
 
 def ending(model: TransformerLM, course: Course) -> tuple[str, float | None]:
-    """What the model tells, and its bits per byte on fresh text."""
+    """The model's story, and its bits per byte on fresh text."""
     story, fresh = "", course.fresh_text()
     if course.tokenizer is not None:
         options: dict = {
@@ -280,5 +280,10 @@ def seeds(count: int = FEWEST_SEEDS) -> list[int]:
 
 def check_distinct(runs: Sequence[Run]) -> None:
     """Refuse runs that did not draw with their seeds."""
-    if len({tuple(bits for *_, bits in run.curve) for run in runs}) < len(runs):
+    if has_repeated([run.curve for run in runs]):
         raise Fault("two seeds gave the same curve; draw weights and batches with `seed`")
+
+
+def has_repeated(curves: Sequence[Sequence[Sequence[float]]]) -> bool:
+    """Return whether two curves have the same bits per byte throughout."""
+    return len({tuple(bits for *_, bits in curve) for curve in curves}) < len(curves)

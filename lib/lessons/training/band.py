@@ -26,7 +26,7 @@ from lib.training.evaluation import bytes_of_token, evaluate
 RECORDS = ROOT / "artifacts/training_band.jsonl"
 # The reader's run has seed 0.
 SEEDS = range(1, 9)
-# Half and twice the rate, tried with the first so many seeds.
+# Half and twice the rate, and the number of seeds that they are tried with.
 OTHER_RATES, RATE_SEEDS = (0.005, 0.02), 3
 # Steps over which a curve is averaged.
 SMOOTHED = 20

@@ -85,7 +85,7 @@ def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
 
 
 def row_candidates(config: KernelTimesConfig) -> dict[str, Callable[[], Tensor]]:
-    """What passes over rows: RMSNorm in five ways, softmax, a sum with a bias."""
+    """Kernels that pass over rows: RMSNorm in five ways, softmax, a sum with a bias."""
     rows, width = config.rows, config.width
     x, bias = (
         torch.randn(rows, width, device="cuda").half(),

@@ -128,7 +128,7 @@ class Check:
     """The number of its cell."""
 
     tier: str = ""
-    """What the heading above it says: warm-up, core, extra or open."""
+    """The word in the heading above it: warm-up, core, extra or open."""
 
 
 def answers_in(path: Path, seconds: float = 900) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""What leads through a report: contents, neighbors, other places to open a notebook, search.
+"""Ways through a report: contents, neighbors, other places to open a notebook, search.
 
 The search index holds the text of every page by section. It is a script file, since a page that is
 opened from a disk may load no other kind of file; `templates/report.js` reads it when it is asked.

@@ -1,4 +1,4 @@
-"""What students handed in, graded: `python -m lib exercises --submissions DIR --csv FILE`.
+"""Grading of what students handed in: `python -m lib exercises --submissions DIR --csv FILE`.
 
 DIR has a folder of notebooks for each student, or a notebook. Each notebook runs in a process of
 its own and in a copy of the workbook, which is removed afterwards: it reaches neither the teacher's
@@ -75,7 +75,7 @@ class Submission:
     """The lesson's own notebook."""
 
     path: Path | None
-    """What was handed in; None if nothing was."""
+    """The file that was handed in, or None."""
 
     def rows(self, answers: dict[str, dict[str, Any]], otherwise: str, why: str) -> list[dict]:
         """A row for each exercise of the lesson; those without an answer have another result."""

@@ -1,4 +1,4 @@
-"""What notebooks 06 and 07 show: online softmax in steps, code of kernels, records."""
+"""Displays of notebooks 06 and 07: online softmax in steps, code of kernels, records."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""What is planted in the model of notebook 04: the same numbers, and a trace that shows it."""
+"""Plants in the model of notebook 04 keep its numbers, and show in its trace."""
 
 from collections import Counter
 

@@ -103,5 +103,5 @@ def race_on_paper(name: str, source: str, which: RaceClass, count: int) -> dict:
 
 
 def plain_on_paper() -> list[dict]:
-    """The committed entries, of which the plain one is all that is looked at."""
+    """Committed entries for a test: the plain one, which is all that is looked at."""
     return [race_on_paper("start", "", TOY, 3)]

@@ -1,4 +1,4 @@
-"""What students hand in is graded in copies: limits, tampering, missing work, one table for all."""
+"""Students' notebooks are graded in copies: limits, tampering, missing work, one table for all."""
 
 import csv
 import socket
