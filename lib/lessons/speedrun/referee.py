@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -132,7 +133,11 @@ def run_entry(source: str, course: Course, seed: int) -> Run:
     with Listener(("localhost", 0), authkey=(key := secrets.token_bytes(16))) as listener:
         port = listener.address[1]
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ, KEY: key.hex()}
-        environment["PYTHONPATH"] = str(ROOT)
+        # compiled kernels are kept where an entry may read
+        environment.setdefault("TRITON_CACHE_DIR", f"{tempfile.gettempdir()}/triton")
+        # packages may come by PYTHONPATH, as in a bundle without installation
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         program = f"from lib.lessons.speedrun.entrant import main; main({port})"
         command = [sys.executable, "-c", program]
         process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)

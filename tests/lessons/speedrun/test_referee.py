@@ -135,14 +135,18 @@ FORBIDDEN = {
 }
 
 
-def test_a_fresh_process_opens_nothing_but_code_and_finishes_the_race():
+def test_a_fresh_process_opens_nothing_but_code_and_finishes_the_race(tmp_path, monkeypatch):
+    # what is installed beside the workbook travels, too
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tries = "".join(
         f"    try:\n        {act}\n        raise ValueError({name!r})\n"
         "    except PermissionError as error:\n        print(error)\n"
         for name, act in FORBIDDEN.items()
     )
     course = toy_course()
-    found = run_entry(edited(ENTRY, {BUILD: tries + BUILD}), course, 1)
+    source = "import beside\n" + edited(ENTRY, {BUILD: tries + BUILD})
+    found = run_entry(source, course, 1)
     assert found.curve[-1][2] <= course.race.target
     assert np.diff([0, *(point[0] for point in found.curve)]).min() >= course.race.judged_every
 
