@@ -15,14 +15,13 @@ import os
 import secrets
 import signal
 import subprocess
-import tempfile
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from threading import Thread
 from typing import Any
 
@@ -134,7 +133,7 @@ def run_entry(source: str, course: Course, seed: int) -> Run:
         port = listener.address[1]
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ, KEY: key.hex()}
         # compiled kernels are kept where an entry may read
-        environment.setdefault("TRITON_CACHE_DIR", f"{tempfile.gettempdir()}/triton")
+        environment.setdefault("TRITON_CACHE_DIR", f"{gettempdir()}/triton")
         # packages may come by PYTHONPATH, as in a bundle without installation
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
