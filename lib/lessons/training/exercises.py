@@ -101,6 +101,19 @@ square_hat.sqrt() + eps => (square_hat + eps).sqrt()
     | eps is added inside the root; add it to the root
 lr * weight_decay * weight => weight_decay * weight
     | the decay lacks the learning rate; shrink by 1 - lr * weight_decay
+lr * weight_decay * weight - => | the decay is forgotten; subtract lr * weight_decay * weight, too
+beta1, beta2, eps = 0.9, 0.95, 1e-8 => beta1, beta2, eps, state = 0.9, 0.95, 1e-8, {}
+    | `state` is another dict in each step; change the one that is given
+state.get("mean", 0) => state.get("mean", gradient)
+    && state.get("square", 0) => state.get("square", gradient**2)
+    | the moments begin at the first gradient; they begin at 0, and the correction is for that
+step = state["step"] = state.get("step", 0) + 1 =>
+    step = state.get("step", 0); state["step"] = step + 1
+    | the first step is number 0, where 1 - beta**0 is 0; count from 1
+gradient**2 => gradient | the second moment is that of the gradient; square it
+weight - lr * weight_decay * weight - lr * mean_hat / (square_hat.sqrt() + eps) =>
+    (weight - lr * mean_hat / (square_hat.sqrt() + eps)) * (1 - lr * weight_decay)
+    | the decay shrinks the new weight; it shrinks the weight as it was
 """
 
 
@@ -205,6 +218,20 @@ loss.backward() => torch.autograd.backward(loss);
     | gradients are clipped after each small batch; clip once, their mean
 with torch.no_grad(): => if True:
     | weights are changed while autograd watches; do it inside `with torch.no_grad():`
+weight.copy_(update(weight, weight.grad, states[name], rate)) =>
+    weight = update(weight, weight.grad, states[name], rate)
+    | `weight = …` gives the new tensor a name, and the one in `weights` stays as it was; write
+    weight.copy_(…)
+weight.copy_(update(weight, weight.grad, states[name], rate)) =>
+    update(weight, weight.grad, states[name], rate)
+    | the weights never change; `update` returns the new value, for weight.copy_(…)
+weight.copy_(update(weight, weight.grad, states[name], rate)) =>
+    weights[name] = update(weight, weight.grad, states[name], rate)
+    | the new tensors don't ask for gradients; write the values into the old ones, weight.copy_(…)
+x, y = next(batches) => pass && total = 0.0 => total = 0.0; x, y = next(batches)
+    | all small batches of a step are the same one; take the next for each
+total += loss.item() => total = loss.item()
+    | the loss is only the last small batch's part of the mean; add up the parts
 """
 
 
@@ -371,6 +398,9 @@ first.train(1) => pass && "weights": first.weights.clone(), =>
 def draw_probabilities(generator: random.Random, size: int) -> tuple:
     count = 2 + size // 3
     weights = generator.sample(range(1, 4 * count), count)
+    # now and then most are equally likely
+    if generator.random() < 0.2:
+        weights = [weights[0]] * (count - 1) + [weights[1]]
     # over a power of two no sum is rounded, and that of all tokens is 1
     total = 1 << (sum(weights) - 1).bit_length()
     weights[weights.index(max(weights))] += total - sum(weights)
@@ -386,7 +416,24 @@ def draw_probabilities(generator: random.Random, size: int) -> tuple:
     return torch.tensor(weights, dtype=torch.float64) / total, top_p
 
 
-@exercise("warm-up", draw_probabilities)
+def filtered(attempt: Callable, probabilities: Tensor, top_p: float) -> Any:
+    """The result, in which equally likely tokens may change places.
+
+    Raises:
+        ValueError: the probabilities that are given were changed.
+    """
+    given = probabilities.clone()
+    result = attempt(given, top_p)
+    if not torch.equal(given, probabilities):
+        raise ValueError("it changes the probabilities that are given; change a copy")
+    if isinstance(result, Tensor) and result.shape == probabilities.shape:
+        for value in probabilities.unique():
+            tied = probabilities == value
+            result[tied] = result[tied].sort(descending=True).values
+    return result
+
+
+@exercise("warm-up", draw_probabilities, harness=filtered)
 def top_p_filter(probabilities: Tensor, top_p: float) -> Tensor:
     ranked, ids = probabilities.sort(descending=True)
     before = ranked.cumsum(0) - ranked
@@ -400,6 +447,11 @@ top_p_filter.mistakes = """
 before >= top_p => ranked.cumsum(0) > top_p
     | cumsum <= top_p drops the token that crosses; keep where the sum of those before is below
     top_p
+before >= top_p => ranked.cumsum(0) >= top_p
+    | cumsum < top_p drops the token that crosses; keep where the sum of those before is below
+    top_p
+before >= top_p => ranked < ranked[before < top_p][-1]
+    | tokens as likely as the last one needed are kept, too; keep only as many as reach top_p
 before >= top_p => before > top_p
     | one token too many is kept where the sum is exactly top_p, which is reached then
  / ranked.sum() => | the probabilities kept do not sum to 1; divide them by their sum

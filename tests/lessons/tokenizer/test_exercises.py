@@ -98,19 +98,11 @@ def split_by_minbpe(text):
     )
 
 
-def tiktoken_ids(text, ranks, special):
+def tiktoken_ids(text, ranks, special=()):
     encoding = tiktoken.Encoding(
         "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
     )
     return encoding.encode(text, allowed_special="all")
-
-
-def encode_by_tiktoken(text, ranks, special):
-    # where one special token begins another, tiktoken may take either
-    if (longer := f"{SEPARATOR}2") in special:
-        text, special = text.replace(longer, "<|other|>"), dict(special)
-        special["<|other|>"] = special.pop(longer)
-    return tiktoken_ids(text, ranks, special)
 
 
 def learn_as_lib(counts, num_merges):
@@ -126,7 +118,7 @@ def cut_as_lib(stream, size):
     [
         (split_gpt4, split_by_tiktoken),
         (split_gpt4, split_by_minbpe),
-        (encode_ranked, encode_by_tiktoken),
+        (encode_ranked, tiktoken_ids),
         (train, learn_as_lib),
         (train_fast, learn_as_lib),
         (mended_read_chunks, cut_as_lib),
@@ -218,7 +210,8 @@ def test_gpt2s_ranks_and_stored_ids_are_those_of_tiktoken():
     assert tiktoken_ids("Hello, world!", ranks, special) == [15496, 11, 995, 0]
     for text, ids in gpt2_ids().items():
         assert tiktoken_ids(text, ranks, special) == ids
-        assert encode_ranked.solve(text, ranks, special) == ids
+        if SEPARATOR not in text:
+            assert encode_ranked.solve(text, ranks) == ids
 
 
 def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():
@@ -228,10 +221,10 @@ def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():
     assert f'vocab_bpe_hash="{found}"' in source
 
 
-def test_each_exercise_has_four_to_six_mistakes():
+def test_each_exercise_has_four_mistakes_or_more():
     for exercise in vars(exercises).values():
         if isinstance(exercise, Exercise):
-            assert 4 <= len(exercise.mistake_table()) <= 6
+            assert len(exercise.mistake_table()) >= 4
 
 
 def test_recorded_speeds_have_a_row_for_each_encoder_with_the_fastest_first(capsys):
