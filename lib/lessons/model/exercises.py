@@ -402,6 +402,12 @@ length, head_dim = x.shape[-2:] => (length, head_dim), layout = x.shape[-2:], "h
     | both layouts are rotated in halves; in `pairs`, coordinate 2i goes with 2i + 1
 torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else => | the result of `pairs` comes in
     halves; stack a and b on a last dimension, and flatten
+torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1) =>
+    torch.stack(rotated, -1).flatten(-2)
+    | the result of `halves` comes in pairs; put the halves one behind the other, with `cat`
+length, head_dim = x.shape[-2:] => length, head_dim = x.shape[1], x.shape[-1]
+    | the length is taken from x.shape[1]; it is the last but one, x.shape[-2], as (batch, heads,
+    length, head_dim) has it
 (a * cos - b * sin, a * sin + b * cos) => (a * cos + b * sin, b * cos - a * sin)
     | the rotation goes the other way; (a, b) becomes (a cos - b sin, a sin + b cos)
 torch.arange(0, head_dim, 2) => torch.arange(head_dim // 2)
