@@ -192,7 +192,7 @@ def judge_run(entrant: Connection, course: Course, seed: int) -> Run:
             check_untrained(bits, race)
         processor.append(point["processor"])
         spent = point["processor"] if race.device.type == "cpu" else seconds
-        is_over = bits <= race.target or spent >= race.limit
+        is_over = spent >= race.limit or (bool(curve) and bits <= race.target)
         waited = time.perf_counter() - judged_from
         entrant.send_bytes(json.dumps({"goes_on": not is_over}).encode())
         idle = read(entrant)["idle"]
