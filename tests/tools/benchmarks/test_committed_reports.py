@@ -9,7 +9,7 @@ from lib.core.records import read_records
 from lib.tools.benchmarks.sections import Chart
 
 ARTIFACTS = ROOT / "artifacts"
-BENCHMARKS = ["attention", "communication", "lm_matrix", "sharding", "step", "tokenizer"]
+BENCHMARKS = ["attention", "communication", "lm_matrix", "scaling", "sharding", "step", "tokenizer"]
 BENCHMARKS += ["training"]
 
 
