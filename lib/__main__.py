@@ -171,7 +171,7 @@ MEASURE: dict[str, Command] = {
     ),
     "benchmark scaling": Command(
         "Measure all that the GPUs of a host share, beside predictions; --predict records these.",
-        "lib.tools.benchmarks.scaling:benchmark_scaling",
+        "lib.tools.scaling:benchmark_scaling",
         prints="{config.output}/scaling.md",
         interrupted=RESUMES,
     ),

@@ -324,7 +324,7 @@ def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Rec
     same = [
         record
         for record in read_records(path)
-        if record["figures"].get("status") == "predicted"
+        if record.get("figures", {}).get("status") == "predicted"
         or all(record.get(key) == records[0][key] for key in keys)
     ]
     return [*same, *records]

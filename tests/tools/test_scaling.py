@@ -6,15 +6,15 @@ from lib.core.records import append_record, new_record, read_records
 from lib.ddp.settings import DDP_WRAPPERS
 from lib.model.config import model_preset
 from lib.tools.benchmarks.rank_training import SHARDING_METHODS, predicted_memory
-from lib.tools.benchmarks.scaling import (
+from lib.tools.benchmarks.sections import to_rows
+from lib.tools.predict import GPUS, Run, predict
+from lib.tools.scaling import (
     METHODS,
     ScalingConfig,
     benchmark_scaling,
     scaling_groups,
 )
-from lib.tools.benchmarks.scaling_report import overview, scaling_frame
-from lib.tools.benchmarks.sections import to_rows
-from lib.tools.predict import GPUS, Run, predict
+from lib.tools.scaling_report import overview, scaling_frame
 
 SMALL: dict = {
     "backend": "gloo",
@@ -31,6 +31,8 @@ SMALL: dict = {
 
 @pytest.mark.usefixtures("one_thread_a_rank")
 def test_every_way_to_train_equals_one_process_and_a_second_call_measures_what_is_missing(tmp_path):
+    foreseen = ScalingConfig(predict=True, parts=("ring",), ranks=8, output=tmp_path)
+    predictions = benchmark_scaling(foreseen)
     config = ScalingConfig(parts=("collective",), output=tmp_path, **SMALL)
     assert [record["figures"]["is_correct"] for record in benchmark_scaling(config)] == [True] * 3
     first = (tmp_path / "scaling.jsonl").read_text()
@@ -38,7 +40,7 @@ def test_every_way_to_train_equals_one_process_and_a_second_call_measures_what_i
     records = benchmark_scaling(config)
     text = (tmp_path / "scaling.jsonl").read_text()
     assert text.startswith(first)
-    assert len(text.splitlines()) == len(records)
+    assert len(text.splitlines()) == len(predictions) + len(records)
 
     off = {r["config"]["method"]: r["figures"] for r in records if "method" in r["config"]}
     assert off.keys() == {*SHARDING_METHODS, *DDP_WRAPPERS}
@@ -48,7 +50,10 @@ def test_every_way_to_train_equals_one_process_and_a_second_call_measures_what_i
         assert figures["loss_off"] < 1e-5, method
         # a CPU's norm of a long tensor is this exact
         assert figures["norm_off"] < 1e-3, method
-    assert "Of 12 trainings, none is farther" in (tmp_path / "scaling.md").read_text()
+    report = (tmp_path / "scaling.md").read_text()
+    assert "Of 12 trainings, none is farther" in report
+    # predictions are made on any machine
+    assert "## ring; 8 × NVIDIA H200" in report
 
 
 @pytest.mark.slow

@@ -51,9 +51,9 @@ from lib.tools.benchmarks.rank_training import (
     training_case,
 )
 from lib.tools.benchmarks.ranks import CaseFailedError, Group, RanksBenchmark, fail
-from lib.tools.benchmarks.scaling_report import REPORT, name_of
 from lib.tools.benchmarks.sharding import measure_methods
 from lib.tools.predict import GPUS, Run, alone_ms, fitted, measured
+from lib.tools.scaling_report import REPORT, name_of
 from lib.training.step import numerics
 
 log = logging.getLogger(__name__)
