@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lib.core.allocator import free_memory
 from lib.core.files import ROOT
-from lib.core.hardware import PEAKS
+from lib.core.hardware import PEAKS, DtypeName
 from lib.core.records import Record, append_record, new_record, read_records
 from lib.core.settings import NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, settings
 from lib.ddp.process_group import rank
@@ -110,7 +110,7 @@ def scaling_groups(config: ScalingConfig, ranks: int, backend: str) -> list[Grou
     found["collective"] = communication_groups(
         CommunicationBenchmarkConfig(**options), ranks, backend
     )
-    fast = "bfloat16" if backend == "nccl" else "float32"
+    fast: DtypeName = "bfloat16" if backend == "nccl" else "float32"
     timed = dataclasses.replace(config, dtype=fast if config.dtype == "auto" else config.dtype)
     found["step"] = [
         _trainings(timed, model, methods, ranks, backend)
