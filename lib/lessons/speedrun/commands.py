@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,8 @@ from lib.lessons.speedrun.board import (
     draw_card,
     entry_of,
     faults,
-    half_width,
     leaderboard,
+    mean_and_interval,
     read_entries,
     times,
     write_leaderboard,
@@ -131,9 +130,7 @@ def race(config: RaceConfig) -> Path:
     record = race_source(name, source, CLASSES[config.race_class], config.seeds)
     path = keep(record, config.board)
     write_leaderboard(config.board)
-    mine = times(record)
-    if len(mine) > 1:
-        print(f"{name}: {statistics.mean(mine):.1f} ± {half_width(mine):.1f} s")
+    print(f"{name}: {mean_and_interval(times(record))} s")
     print(record["figures"]["runs"][0]["story"])
     return path
 

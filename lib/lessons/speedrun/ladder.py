@@ -13,7 +13,7 @@ from typing import Any
 
 from lib.core.files import ROOT
 from lib.core.records import read_records
-from lib.lessons.speedrun.board import Entry, chance_of_faster, half_width, times
+from lib.lessons.speedrun.board import Entry, chance_of_faster, mean_and_interval, times
 from lib.lessons.speedrun.race import RECIPES, edited
 
 # Muon (Jordan et al. 2024): for a matrix, the nearest orthogonal one to its averaged gradient.
@@ -156,7 +156,7 @@ def rows(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
             {
                 "idea": name,
                 "kept": "tried" if name in TRIED else "yes",
-                "seconds": f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f}",
+                "seconds": mean_and_interval(mine),
                 "tokens to target": f"{tokens:,.0f}",
                 "times as fast": "" if name == "start" else f"{gain:.2f}",
                 "p": "" if name == "start" else f"{chance:.3f}",

@@ -48,6 +48,11 @@ def test_the_tails_of_students_t_are_those_of_its_tables():
     assert chance_of_faster([1, 2, 3], [1, 2, 3]) == pytest.approx(0.5)
 
 
+def test_a_single_run_is_on_the_board_and_claims_nothing():
+    (row, _) = board_rows([entry("one", [50]), entry("slow", [90, 95, 93])])
+    assert (row["seconds"], row["faster than"], row["claim"]) == ("45.0", "–", "1 of 3 seeds")
+
+
 def test_faster_is_said_only_where_chance_would_not():
     clear, near, slow = (
         entry("clear", [50, 51, 52]),
