@@ -52,6 +52,10 @@ LOSS = "        loss = model.loss(x, y)\n"
 DRAWS = "    draws = np.random.default_rng(seed)\n"
 COMPILE = "    compiled_loss = torch.compile(model.loss{})\n"
 COMPILED_LOSS = "        loss = compiled_loss(x, y)\n"
+ZERO_START = """    for name, weight in model.named_parameters():
+        if "output_proj" in name or "w2" in name:
+            torch.nn.init.zeros_(weight)
+    blocks = ["""
 # Idea -> its edit, each on top of those before it.
 KEPT: dict[str, dict[str, str]] = {
     "higher rate": {"max_lr=1e-3, min_lr=1e-4": "max_lr=4e-3, min_lr=4e-4"},
@@ -59,10 +63,7 @@ KEPT: dict[str, dict[str, str]] = {
     "vocabulary of 2,048": {"VOCAB_SIZE = 1024": "VOCAB_SIZE = 2048"},
     "two layers": {"num_layers=4": "num_layers=2"},
     "zero start into the residual stream": {
-        "    matrices = [": """    for name, weight in model.named_parameters():
-        if "output_proj" in name or "w2" in name:
-            torch.nn.init.zeros_(weight)
-    matrices = ["""
+        "    matrices = [": ZERO_START.replace("blocks", "matrices"),
     },
     "QK-norm": {"d_ff=352,": "d_ff=352, qk_norm=True,"},
     "Muon for matrices": {
@@ -95,6 +96,17 @@ TRIED: dict[str, dict[str, str]] = {
     "vocabulary of 4,096": {"VOCAB_SIZE = 2048": "VOCAB_SIZE = 4096"},
     "three layers": {"num_layers=2": "num_layers=3"},
     "no weight decay": {'"weight_decay": 0.1': '"weight_decay": 0.0'},
+    # a step that cost seconds when it came may be needed by a later one
+    "all but the zero start": {ZERO_START: "    blocks = ["},
+    "all but QK-norm": {"d_ff=352, qk_norm=True,": "d_ff=352,"},
+    "all but Muon": {
+        "        muon_step(blocks, averages, 2.5 * lr)\n": "",
+        "        optimizer.step()\n": """        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+""",
+        "    matrices = [model.token_embeddings.weight, model.lm_head.weight]\n": ALL_MATRICES,
+        "1.2e-2 * min": "4e-3 * min",
+    },
     "bfloat16": {
         LOSS: "        with torch.autocast(race.device.type, torch.bfloat16):\n    " + LOSS,
     },
