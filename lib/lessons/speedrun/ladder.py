@@ -101,9 +101,8 @@ TRIED: dict[str, dict[str, str]] = {
     "all but QK-norm": {"d_ff=352, qk_norm=True,": "d_ff=352,"},
     "all but Muon": {
         "        muon_step(blocks, averages, 2.5 * lr)\n": "",
-        "        optimizer.step()\n": """        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-""",
+        "        optimizer.step()\n": "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "        optimizer.step()\n",
         "    matrices = [model.token_embeddings.weight, model.lm_head.weight]\n": ALL_MATRICES,
         "1.2e-2 * min": "4e-3 * min",
     },

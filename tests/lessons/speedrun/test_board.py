@@ -91,13 +91,20 @@ def test_a_submission_is_checked_and_its_sprint_raced_again(tmp_path, monkeypatc
     append_record(tmp_path / "mine.jsonl", mine := entry("mine", [50, 51, 52]))
     (tmp_path / "LEADERBOARD.md").write_text(leaderboard([mine]), encoding="utf-8")
     raced = []
-    monkeypatch.setattr(commands, "race_source", lambda *asked: raced.append(asked[0]))
+    again = [mine]
+    monkeypatch.setattr(commands, "race_source", lambda *asked: raced.append(asked[0]) or again[0])
     config = commands.CheckConfig(entries=(tmp_path / "mine.jsonl",))
     assert commands.check(config) == 0
     assert raced == ["mine"]
     (tmp_path / "LEADERBOARD.md").write_text("mine is the fastest", encoding="utf-8")
     assert commands.check(config) == 1
     assert "not made from the records" in capsys.readouterr().out
+    # its source does not do what its record says
+    again[0] = copy.deepcopy(mine)
+    for run in again[0]["figures"]["runs"]:
+        run["tokens"] *= 2
+    assert commands.check(config) == 1
+    assert "mine.jsonl: raced again, it takes" in capsys.readouterr().out
 
 
 def test_a_card_is_one_picture(tmp_path):
