@@ -52,6 +52,7 @@ LOSS = "        loss = model.loss(x, y)\n"
 DRAWS = "    draws = np.random.default_rng(seed)\n"
 COMPILE = "    compiled_loss = torch.compile(model.loss{})\n"
 COMPILED_LOSS = "        loss = compiled_loss(x, y)\n"
+CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 ZERO_START = """    for name, weight in model.named_parameters():
         if "output_proj" in name or "w2" in name:
             torch.nn.init.zeros_(weight)
@@ -101,8 +102,7 @@ TRIED: dict[str, dict[str, str]] = {
     "all but QK-norm": {"d_ff=352, qk_norm=True,": "d_ff=352,"},
     "all but Muon": {
         "        muon_step(blocks, averages, 2.5 * lr)\n": "",
-        "        optimizer.step()\n": "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "        optimizer.step()\n",
+        "        optimizer.step()\n": CLIP + "        optimizer.step()\n",
         "    matrices = [model.token_embeddings.weight, model.lm_head.weight]\n": ALL_MATRICES,
         "1.2e-2 * min": "4e-3 * min",
     },
