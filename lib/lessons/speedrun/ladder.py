@@ -6,14 +6,21 @@
 from __future__ import annotations
 
 import functools
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib.core.files import ROOT
 from lib.core.records import read_records
-from lib.lessons.speedrun.board import Entry, chance_of_faster, mean_and_interval, times
+from lib.lessons.speedrun.board import (
+    P_VALUE,
+    Entry,
+    chance_of_faster,
+    mean_and_interval,
+    times,
+)
 from lib.lessons.speedrun.race import RECIPES, edited
 
 # Muon (Jordan et al. 2024): for a matrix, the nearest orthogonal one to its averaged gradient.
@@ -152,26 +159,52 @@ def read(path: Path = RECORDS) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def rows(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
-    """The ladder of a device as rows of a table: each idea, and its gain over what it changes."""
-    found, before = [], "start"
+class Step(NamedTuple):
+    """An idea on a device, with what it gains over the recipe that it changes."""
+
+    tokens: float
+    """To the target, the mean over the seeds."""
+
+    seconds: list[float]
+    gain: float
+    """Times as fast."""
+
+    chance: float
+    """That the two recipes are equally fast, where one looks so much faster: p, one-sided."""
+
+
+def steps(entries: Mapping[str, Entry]) -> dict[str, Step]:
+    """Idea -> its step, from the records of one device."""
+    found, before = {}, "start"
     for name in recipes():
         if name not in entries:
             continue
-        entry, reference = entries[name], entries[before]
-        mine, others = times(entry), times(reference)
+        mine, others = times(entries[name]), times(entries[before])
         gain = statistics.mean(others) / statistics.mean(mine)
         chance = min(chance_of_faster(mine, others), chance_of_faster(others, mine))
-        tokens = statistics.mean(run["tokens"] for run in entry["figures"]["runs"])
-        found.append(
-            {
-                "idea": name,
-                "kept": "tried" if name in TRIED else "yes",
-                "seconds": mean_and_interval(mine),
-                "tokens to target": f"{tokens:,.0f}",
-                "times as fast": "" if name == "start" else f"{gain:.2f}",
-                "p": "" if name == "start" else f"{chance:.3f}",
-            }
-        )
+        runs = entries[name]["figures"]["runs"]
+        found[name] = Step(statistics.mean(run["tokens"] for run in runs), mine, gain, chance)
         before = name if name not in TRIED else before
+    return found
+
+
+def rows(measured: Mapping[str, Mapping[str, Entry]]) -> list[dict[str, Any]]:
+    """The ladder as rows of a table; gains by chance in less than 5% are starred."""
+    columns = {
+        re.sub(r"\(R\)| Processor|NVIDIA ", "", name): steps(measured[name]) for name in measured
+    }
+    found = []
+    for name in recipes():
+        row = {"idea": name, "kept": "–" if name in TRIED else "✓"}
+        for device, its in columns.items():
+            cells = ("", "", "")
+            if name in its:
+                step = its[name]
+                gain = f"{step.gain:.2f}" + " *" * (step.chance < P_VALUE)
+                gain = "" if name == "start" else gain
+                cells = (f"{step.tokens:,.0f}", mean_and_interval(step.seconds), gain)
+            named = zip(("tokens", "seconds", "times as fast"), cells)
+            row |= {f"{device}: {what}": cell for what, cell in named}
+        if any(name in its for its in columns.values()):
+            found.append(row)
     return found

@@ -144,8 +144,9 @@ def test_the_ladder_has_a_recipe_for_each_idea_and_its_records_are_of_them():
         assert {name: one["figures"]["source"] for name, one in entries.items()}.items() <= (
             recipes.items()
         )
-        rows = ladder.rows(entries)
-        assert len(rows) == len(entries)
+        assert ladder.steps(entries).keys() == entries.keys()
+    ideas = {name for entries in ladder.read().values() for name in entries}
+    assert [row["idea"] for row in ladder.rows(ladder.read())] == [n for n in recipes if n in ideas]
     assert dataclasses.asdict(SPRINT)["target"] == 0.6
     assert statistics.mean(board.times(entry("mine", [50, 51, 52]))) < 51
 
