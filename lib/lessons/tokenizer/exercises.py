@@ -1,15 +1,13 @@
-"""Exercises of notebook 01: from pre-tokens to training, encoding, streams and better tokens."""
+"""Exercises of notebook 01: from pre-tokens to training, encoding and better tokens."""
 
 from __future__ import annotations
 
 import functools
-import io
 import random
-import re
 import time
 import timeit
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -305,65 +303,6 @@ split_gpt4.mistakes = r"""
     end may
 ]+[\r\n]* => ]+ | line ends do not go with the other characters before them
 r"|\s+(?!\S)" => r"" | white space keeps its last character from the word that follows
-"""
-
-
-# The bug in a stream's cuts
-
-
-class CountingStream(io.BytesIO):
-    """A stream that a check shows by its bytes."""
-
-    def __repr__(self) -> str:
-        return f"io.BytesIO({self.getvalue()!r})"
-
-    def __deepcopy__(self, memo: dict) -> CountingStream:
-        return CountingStream(self.getvalue())
-
-
-def pretokens_of(chunks: Callable, stream: io.BytesIO, size: int) -> dict[str, Any]:
-    """The pre-tokens of the chunks that a generator cuts, and what it gave out too late."""
-    data, given, late, pretokens = stream.getvalue(), 0, b"", []
-    # between two sure cuts, nothing can be given out
-    longest = max(map(len, re.split(rb" (?=[!-~])", data)))
-    for chunk in chunks(stream, size):
-        held = data[given : stream.tell()]
-        if len(held) > 2 * size + longest + 8:
-            late = late or held
-        given += len(chunk)
-        pretokens += split_pretokens(chunk.decode("utf-8", "replace"))
-    return {"pre-tokens": pretokens, "held back too long": late}
-
-
-def _draw_stream(generator: random.Random, size: int) -> tuple:
-    pieces = ("cat", "été", " the", " a", "  ", "    ", "\n", "\n    x", "日本", "!", "\u2003")
-    text = "".join(generator.choices(pieces, k=1 + 2 * size))
-    return CountingStream(text.encode()), generator.choice([2, 5, 8])
-
-
-@exercise("optional", _draw_stream, harness=pretokens_of)
-def mended_read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
-    rest = b""
-    while block := stream.read(size):
-        rest += block
-        cuts = [match.start() for match in re.finditer(rb" (?=[!-~])", rest)]
-        if cuts:
-            yield rest[: cuts[-1]]
-            rest = rest[cuts[-1] :]
-    yield rest
-
-
-mended_read_chunks.mistakes = r"""
-[match.start() for match in re.finditer(rb" (?=[!-~])", rest)] => [rest.rfind(b" ")]
-    | it still cuts before the last space, whatever follows; and where there is no space, `rfind`
-    returns -1
- (?=[!-~]) => [ ](?=[!-~]|$)
-    | it cuts before a space at the end of the block, where nobody knows yet what follows
- (?=[!-~]) => [ ](?=\S)
-    | white space outside ASCII is taken for visible text; ask for a byte from `!` to `~`
-match.start() => match.end() | it cuts behind the space, which belongs to the word that follows
-rest)] => rest)][:1] | only the first place for a cut is used; what follows it waits too long
-rest = rest[cuts[-1] :] => rest = b"" | the part behind the cut is lost
 """
 
 

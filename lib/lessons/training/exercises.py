@@ -1,9 +1,8 @@
-"""Exercises of notebook 03: AdamW, the loop, diagnosis, resuming, top-p, a KV cache, a budget."""
+"""Exercises of notebook 03: AdamW, the loop, diagnosis, resuming, top-p, a KV cache."""
 
 from __future__ import annotations
 
 import math
-import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate as running_sums
@@ -18,14 +17,12 @@ from lib.lessons.exercise import check_of, exercise
 from lib.lessons.training.broken import FAULTS
 from lib.lessons.training.toys import (
     BATCH_POINTS,
-    BUDGET,
     TRAINED,
     Batches,
     MakeRun,
     ToyDecoder,
     ToyLoss,
     ToyRun,
-    loss_on_budget,
 )
 
 check = check_of(__name__)
@@ -506,71 +503,4 @@ math.sqrt(q.shape[-1]) => math.sqrt(q.numel())
     | the scale has the root of all heads' numbers; take head_dim
 weights = scores => scores[-1] = -math.inf if position else 0.0; weights = scores
     | a token leaves itself out; it attends to itself, too
-"""
-
-
-# A budget of tokens
-
-PLAIN_SETTINGS = {
-    "batch_size": 32,
-    "learning_rate": 3e-3,
-    "warmup_steps": 4,
-    "weight_decay": 0.1,
-}
-# Held-out nats per byte that count as solved, and those that the solution reaches.
-BUDGET_GOAL, BUDGET_REACHED = 2.5, 2.31
-
-
-def plain_settings() -> dict[str, float]:
-    return dict(PLAIN_SETTINGS)
-
-
-def valid_settings(settings_of: Callable[[], Mapping[str, float]]) -> list[str]:
-    """The names of settings that a run can have.
-
-    Raises:
-        ValueError: a setting is missing, unknown, or out of range.
-    """
-    settings = settings_of()
-    if not isinstance(settings, Mapping) or settings.keys() != PLAIN_SETTINGS.keys():
-        raise ValueError(f"return a dict with the keys {', '.join(PLAIN_SETTINGS)}")
-    for name, value in settings.items():
-        if not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-    batch_size, warmup_steps = settings["batch_size"], settings["warmup_steps"]
-    if not 1 <= batch_size <= BUDGET:
-        raise ValueError(f"batch_size must be between 1 and {BUDGET}, got {batch_size}")
-    steps = BUDGET // int(batch_size)
-    if not 0 <= warmup_steps < steps:
-        raise ValueError(
-            f"{BUDGET} sequences are {steps} steps at this batch size; "
-            f"warmup_steps must be fewer, got {warmup_steps}"
-        )
-    return sorted(settings)
-
-
-def held_out_loss(settings_of: Callable[[], Mapping[str, float]]) -> float:
-    """The held-out loss that settings reach on the budget."""
-    return loss_on_budget(settings_of())
-
-
-@exercise(
-    "open",
-    no_inputs,
-    harness=valid_settings,
-    trials=1,
-    measure=held_out_loss,
-    unit="nats per byte held out",
-    baseline=plain_settings,
-    at_most=BUDGET_GOAL / BUDGET_REACHED,
-)
-def settings() -> dict[str, float]:
-    return {"batch_size": 2, "learning_rate": 0.01, "warmup_steps": 20, "weight_decay": 0.1}
-
-
-settings.mistakes = """
-"warmup_steps": 20 => "warmup_steps": 256
-    | the warm-up is as long as the run; a rate that never falls again leaves the noise in
-"batch_size": 2 => "batch_size": 0 | a batch has no sequence
-, "weight_decay": 0.1 => | a setting is missing
 """

@@ -49,12 +49,6 @@ ANSWERS = {
     "resume": others.resume_by_pickle,
     "top_p_filter": others.top_p_filter,
     "decode": others.decode,
-    "settings": lambda: {
-        "batch_size": 4,
-        "learning_rate": 0.01,
-        "warmup_steps": 10,
-        "weight_decay": 0.1,
-    },
 }
 
 
