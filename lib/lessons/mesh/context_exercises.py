@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import exercise
@@ -144,44 +145,59 @@ n, me = ranks.count, ranks.number =>
 # Zigzag
 
 
-def balance(zigzag: Callable, chunk: int, ranks: int) -> Named:
-    """Check that each rank has two chunks in order; return how much each has to compute."""
-    shares = [*zigzag(2 * ranks * chunk, ranks)]
-    for share in shares:
-        if not isinstance(share, Tensor):
-            raise TypeError(f"a rank's share must be a tensor of tokens' numbers, got {share!r}")
-    pairs = context.visible_pairs([share.sort().values for share in shares])
-    return Named(
-        {
-            "tokens of all ranks": sorted(torch.cat(shares).tolist()),
-            "tokens of each rank": [len(share) for share in shares],
-            "rank whose tokens are out of order": next(
-                (rank for rank, share in enumerate(shares) if (share.diff() < 0).any()), "none"
-            ),
-            "chunks of a rank": AtMost(max(1 + int((one.diff() != 1).sum()) for one in shares)),
-            "visible pairs of each rank": [sum(steps) for steps in zip(*pairs)],
-            "visible pairs of each rank, step by step": pairs,
-        }
-    )
+def around_in_zigzag(ring: Callable, chunk: int, head_dim: int, ranks: Threads) -> Named:
+    """Run a zigzag ring on one rank; return its results, what it sends and what it computes."""
+    generator = random.Random(chunk + ranks.count)
+    q, k, v = whole_numbers(generator, 3, 2 * ranks.count * chunk, head_dim).double() / 4
+    mine = context.zigzag(len(q), ranks.count)[ranks.number]
+    with FlopCounterMode(display=False) as counter:
+        result = ring(q[mine], k[mine], v[mine], ranks)
+    if isinstance(result, Tensor):
+        raise TypeError("return two tensors, the output and the log-sum-exps, got one")
+    found = Named(out=result[0], lse=result[1])
+    found["elements that it sends"] = AtMost(ranks.elements_sent)
+    # a score and its part of the output are 2 · head_dim FLOPs each
+    found["scores that it computes"] = AtMost(counter.get_total_flops() / 4 / head_dim)
+    return found
 
 
-zigzag = exercise(
-    "warm-up", {"chunk": ints(1, 4), "ranks": ints(2, 4)}, harness=balance, trials=24
-)(context.zigzag)
-zigzag.mistakes = """
-chunks[-1 - rank] => chunks[ranks + rank]
-    | the rank with the latest chunk of the first half has the latest of the second, too; pair the
-    earliest with the latest
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.cat([chunks[-1 - rank], chunks[rank]])
-    | the later chunk comes first; return a rank's tokens in order
-chunks[-1 - rank] => chunks[-rank]
-    | the last chunk is number -1, and -0 is the first
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.cat([chunks[2 * rank], chunks[2 * rank + 1]])
-    | each rank has neighboring tokens; the later they are, the more keys they see
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.arange(rank, tokens, ranks)
-    | tokens are dealt out one by one, so a later rank sees one more key in each of its rows
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.tensor([rank, 2 * ranks - 1 - rank])
-    | these are the numbers of chunks; return those of tokens
+zigzag_ring = exercise(
+    "core",
+    {"chunk": ints(1, 4), "head_dim": choices(2, 3), "ranks": choices(2, 3, 4)},
+    harness=around_in_zigzag,
+    ranks=True,
+    collectives=("send",),
+    processes=4,
+    trials=12,
+)(context.zigzag_ring)
+zigzag_ring.mistakes = """
+(me - step) % n < me => (me - step) % n > me
+    | the two cases are swapped: a lower rank's early chunk comes before all of your tokens
+(me - step) % n < me => (me + step) % n < me
+    | keys move on to the next rank, so those that arrive in step s began s ranks before this one
+(me - step) % n < me => step < me
+    | in step s the keys are taken for those of rank s; they began s ranks before this one
+attend(q, k[:half], v[:half]) => attend(q, k[half:], v[half:])
+    | a lower rank's late chunk is taken, which comes after all of your tokens; take its early one
+attend(q[half:], k, v) => attend(q[:half], k, v)
+    | your early queries are given a higher rank's keys, all of which come after them
+merge(out, lse, *attend(q, k[:half], v[:half])) => merge(out, lse, *attend(q, k, v))
+    | of a lower rank both chunks are seen; its late one comes after all of your tokens
+late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) => late = attend(q[half:], k, v)
+    | what the late queries have so far is replaced by what they see now; merge them
+torch.cat([lse[:half], late[1]]) => lse
+    | the merged log-sum-exps are dropped, so the next merge weighs with old ones
+torch.ones(len(q), len(q), dtype=torch.bool).tril() => None
+    | a rank's own tokens are all seen; mask those that come after a query
+torch.ones(len(q), len(q), dtype=torch.bool).tril() =>
+    torch.ones(len(q), len(q), dtype=torch.bool).triu()
+    | the mask is upside down: a query sees keys that come after it, and none before
+out, lse = merge(out, lse, *attend(q, k[:half], v[:half])) =>
+    out, lse = merge(out, lse, *attend(q, k, v, (torch.arange(len(k)) < half).expand(len(q), -1)))
+    && late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) =>
+    seen = (torch.arange(len(q)) >= half)[:, None].expand(-1, len(k));
+    late = [x[half:] for x in merge(out, lse, *attend(q, k, v, seen))]
+    | hidden scores are computed and then masked; give `attend` only the visible half
 """
 
 
@@ -205,7 +221,7 @@ def mlp_on_shares(mlp: Callable, rows: int, d_model: int, units: int, ranks: Thr
 
 
 sequence_parallel_mlp = exercise(
-    "optional",
+    "core",
     {
         "rows": ints(1, 4),
         "d_model": choices(2, 3),

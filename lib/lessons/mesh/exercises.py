@@ -1,8 +1,7 @@
-"""Exercises of notebook 11: the stages of a pipeline, its schedules, and the groups of a mesh."""
+"""Exercises of notebook 11: the stages of a pipeline and its schedules."""
 
 from __future__ import annotations
 
-import math
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from lib.lessons.mesh.context_exercises import (  # noqa: F401  (found by name)
     merge,
     ring_attention,
     sequence_parallel_mlp,
-    zigzag,
+    zigzag_ring,
 )
 from lib.lessons.mesh.schedules import Event, Played, play
 from lib.lessons.ranks import Threads
@@ -289,75 +288,6 @@ def one_f_one_b_orders(ranks: int, micro_batches: int) -> list[list[Event]]:
     return [one_f_one_b.solve(rank, ranks, micro_batches) for rank in range(ranks)]
 
 
-def draw_orders(generator: random.Random, size: int) -> tuple:
-    """Orders of two to four stages, right ones and such as hang, and milliseconds."""
-    ranks, micro_batches = generator.randint(2, 2 + size // 7), generator.randint(1, 2 + size // 3)
-    make = generator.choice([gpipe_orders, one_f_one_b_orders, one_f_one_b_orders])
-    orders = make(ranks, micro_batches)
-    if generator.random() < 0.4:
-        # two events of a stage change places
-        events = generator.choice(orders)
-        one, other = generator.randrange(len(events)), generator.randrange(len(events))
-        events[one], events[other] = events[other], events[one]
-    return orders, generator.choice([1.0, 2.0]), generator.choice([1.0, 3.0])
-
-
-def times_apart(yours: Any, expected: Any) -> str:
-    """How two times of a step differ, where None says that its stages hang."""
-    if yours is None and expected is not None:
-        return f"yours is None, as of stages that hang; these take {expected:g} ms"
-    if expected is None and isinstance(yours, (int, float)):
-        return f"yours {yours:g} ms, but these stages hang: return None"
-    return first_difference(yours, expected) or ""
-
-
-@exercise("optional", draw_orders, describe=times_apart, trials=60)
-def step_ms(
-    orders: Sequence[Sequence[Event]], forward_ms: float, backward_ms: float
-) -> float | None:
-    last, done = len(orders) - 1, {}
-    now, left = [0.0] * len(orders), [list(events) for events in orders]
-    moved = True
-    while moved:
-        moved = False
-        for stage, events in enumerate(left):
-            if not events:
-                continue
-            kind, i = events[0]
-            if kind == "forward":
-                needs = (kind, i, stage - 1) if stage > 0 else None
-            else:
-                needs = (kind, i, stage + 1) if stage < last else ("forward", i, stage)
-            if needs is None or needs in done:
-                start = max(now[stage], done.get(needs, 0.0))
-                now[stage] = start + (forward_ms if kind == "forward" else backward_ms)
-                done[kind, i, stage] = now[stage]
-                events.pop(0)
-                moved = True
-    return None if any(left) else max(now)
-
-
-step_ms.mistakes = """
-max(now[stage], done.get(needs, 0.0)) => now[stage]
-    | an event starts when its stage is free, without waiting for what it receives
-while moved: => for moved in [True]:
-    | each stage is looked at once; go around them again as long as any event can run
-max(now[stage], done.get(needs, 0.0)) => done.get(needs, now[stage])
-    | an event starts when what it receives is there, though its own stage may still be busy
-max(now[stage], done.get(needs, 0.0)) => done.get(needs, 0.0)
-    | a stage runs several events at once; it starts one when it is free *and* has what it needs
-None if any(left) else max(now) => max(now)
-    | stages that wait for one another forever are not noticed; return None
-else max(now) => else sum(now) | the stages' times are added up; they run at the same time
-(kind, i, stage + 1) if stage < last => ("forward", i, stage) if stage < last
-    | backward does not wait for the gradient from the next stage
-forward_ms if kind == "forward" else backward_ms => forward_ms
-    | backward takes as long as forward
-else ("forward", i, stage) => else None
-    | the last stage may go backward before it went forward
-"""
-
-
 # Interleaved stages
 
 
@@ -425,42 +355,4 @@ min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, total) => min(ranks - 1 - ran
     | the warm-up is that of one chunk; the first backward pass needs a forward pass of all chunks
 divmod(within, ranks) => divmod(within, chunks)[::-1]
     | a micro-batch goes through all chunks before the next one starts, so ranks wait for it
-"""
-
-
-# A mesh
-
-
-def groups_as_lists(attempt: Callable, rank: int, sizes: Sequence[int]) -> Any:
-    """The groups, where tensors and ranges are as good as lists."""
-    groups = attempt(rank, tuple(sizes))
-    return [group.tolist() if isinstance(group, Tensor) else [*group] for group in groups]
-
-
-def draw_mesh(generator: random.Random, size: int) -> tuple:
-    """A rank of a mesh of two or three axes of different sizes."""
-    axes = generator.randint(2, 2 + size // 8)
-    sizes = [generator.randint(2, 2 + size // 5) for _ in range(axes)]
-    return generator.randrange(math.prod(sizes)), tuple(sizes)
-
-
-@exercise("warm-up", draw_mesh, harness=groups_as_lists, trials=60)
-def groups_of(rank: int, sizes: Sequence[int]) -> list[list[int]]:
-    groups, stride = [], math.prod(sizes)
-    for size in sizes:
-        stride //= size
-        first = rank - rank // stride % size * stride
-        groups.append([first + i * stride for i in range(size)])
-    return groups
-
-
-groups_of.mistakes = """
-stride //= size => stride = math.prod(sizes[: len(groups)])
-    | neighbors in rank are put on the first axis; the last axis is the one that runs fastest
-return groups => return groups[::-1] | the groups are in the reverse order of the axes
-rank - rank // stride % size * stride => rank // (size * stride) * size * stride
-    | groups begin with the first rank of a block, and leave out where this rank is on later axes
-first + i * stride => first + i | a group has consecutive ranks; only those of the last axis are
-first = rank - rank // stride % size * stride => first = 0
-    | each group is that of rank 0
 """

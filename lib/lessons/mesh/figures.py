@@ -1,13 +1,13 @@
-"""Figures of notebook 11: the schedules of a pipeline."""
+"""Figures of notebook 11: the schedules of a pipeline, and what a ring's ranks compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-from lib.core.figures import BLUE, GRAY, INK, PAPER
+from lib.core.figures import BLUE, GRAY, INK, ORANGE, PAPER
 
 COLORS = {"forward": GRAY, "backward": BLUE}
 # numbers on the dark ones are light
@@ -44,4 +44,33 @@ def show_schedules(steps: Mapping[str, Iterable[tuple[int, str, int, float, floa
     grid[-1, 0].set_xlabel("time from the start of the step (ms)")
     handles = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
     figure.legend(handles=handles, ncols=2, fontsize=9, loc="outside lower center")
+    plt.show()
+
+
+def show_work(pairs: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Draw what each rank of a ring computes; a box is a step, its number that of the step.
+
+    Args:
+        pairs: name -> the visible pairs of each step, and in it of each rank.
+    """
+    _, grid = plt.subplots(nrows=len(pairs), sharex=True, squeeze=False, figsize=(9, 4.4))
+    for axes, (name, steps) in zip(grid[:, 0], pairs.items()):
+        ranks = len(steps[0])
+        equal = sum(map(sum, steps)) / ranks
+        ends = [0.0] * ranks
+        for step, counts in enumerate(steps):
+            for rank, count in enumerate(counts):
+                if count:
+                    color, ink = (ORANGE, INK) if step == 0 else (BLUE, PAPER)
+                    style = {"color": color, "edgecolor": PAPER, "height": 0.8}
+                    axes.barh(rank, count / equal, left=ends[rank], **style)
+                    middle = ends[rank] + count / equal / 2
+                    axes.text(middle, rank, step, color=ink, ha="center", va="center")
+                ends[rank] += count / equal
+        axes.axvline(1, color=INK, linestyle=":", marker="", zorder=0)
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_title(f"{name}: the busiest rank has {max(ends):.2f} equal shares", fontsize=11)
+    grid[-1, 0].set_xlabel("visible pairs, in equal shares of all; a box is a step of the ring")
     plt.show()

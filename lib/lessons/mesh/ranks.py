@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.ddp.launcher import launch
 from lib.lessons.mesh.schedules import Event
 from lib.lessons.mesh.toys import HIDDEN, Stage, loss_of, micro_batch
-from lib.lessons.ranks import Processes, Threads, run_on_threads
-from lib.lessons.sending import function_of, parcel_of
+from lib.lessons.ranks import Processes, Threads, run_on_processes, run_on_threads
 from lib.lessons.simulated_network import BACKEND, Network
 from lib.profiling.collectives import Link
 
@@ -59,20 +58,19 @@ def run_on_ranks(
         WorkerError: a rank failed.
     """
     times = {"forward": forward_ms / 1e3, "backward": backward_ms / 1e3}
-    job = (parcel_of(run_stage), [list(events) for events in orders], micro_batches, times)
-    return launch(_run, len(orders), *job, backend=BACKEND, options=network)
+    job = functools.partial(_run, run_stage, orders, micro_batches, times)
+    return run_on_processes(job, len(orders), backend=BACKEND, options=network)
 
 
 def _run(
-    parcel: bytes,
+    run_stage: Callable,
     orders: Sequence[Sequence[Event]],
     micro_batches: int,
     times: dict[str, float],
+    ranks: Processes,
 ) -> Ran:
-    ranks = Processes()
-    me = ranks.number
-    stage, spans, saved = Stage(me, ranks.count), [], SavedBytes()
-    data = _data(me, micro_batches)
+    me, saved = ranks.number, SavedBytes()
+    stage, spans, data = Stage(me, ranks.count), [], _data(me, micro_batches)
 
     def timed(x: Tensor) -> Tensor:
         saved.note()
@@ -85,8 +83,7 @@ def _run(
 
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         saved.ignore(stage.parameters())
-        function_of(parcel)(list(orders[me]), timed, noted_loss, data, ranks)
-    ranks.wait_for_messages()
+        run_stage([*orders[me]], timed, noted_loss, data, ranks)
     named = [(me, *event, *span) for event, span in zip(orders[me], spans)]
     gradients = [param.grad for param in stage.parameters()]
     return Ran(gradients, named, saved.most, saved.first)  # type: ignore[arg-type]
