@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lib.core.settings import require
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 
@@ -24,12 +25,18 @@ def language_model() -> TransformerLM:
 
 
 class Stage(nn.Module):
-    """An equal share of the blocks; the first stage embeds, the last one has norm and head."""
+    """An equal share of the blocks; the first stage embeds, the last one has norm and head.
+
+    Raises:
+        ValueError: the stages don't divide the blocks.
+    """
 
     def __init__(self, number: int, count: int, model: TransformerLM | None = None) -> None:
         super().__init__()
         model = model or language_model()
-        share = model.config.num_layers // count
+        layers = model.config.num_layers
+        require(layers % count == 0, f"stages must divide the {layers} blocks, got {count}")
+        share = layers // count
         self.embedding = model.token_embeddings if number == 0 else nn.Identity()
         self.blocks = model.layers[number * share : (number + 1) * share]
         last = [model.ln_final, model.lm_head] if number == count - 1 else []

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lib.lessons.mesh.exercises import gpipe_orders, one_f_one_b_orders, run_stage
 from lib.lessons.mesh.ranks import run_on_ranks, with_sends_that_wait
-from lib.lessons.mesh.toys import gradients_alone
+from lib.lessons.mesh.toys import Stage, gradients_alone
 from lib.lessons.ranks import Processes, run_on_processes
 
 P, M = 2, 3
@@ -61,3 +61,8 @@ def test_ranks_of_a_group_send_and_add_up_among_themselves():
         scattered = both if rank < 2 else 10 * both
         assert place == (rank // 2, 2)
         assert found == [[other], [first], [both], [first, first + 2.0], [scattered]]
+
+
+def test_stages_that_do_not_divide_the_blocks_are_refused():
+    with pytest.raises(ValueError, match="stages must divide the 8 blocks, got 3"):
+        Stage(0, 3)
