@@ -7,18 +7,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lib.lessons.ranks import Threads, run_on_threads
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 # Context parallelism
 
@@ -205,23 +201,3 @@ def toy_experts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
     )
     return x, router, w1, w2
-
-
-# Figures
-
-
-def draw_loads(axes: Axes, loads: Mapping[str, Tensor]) -> None:
-    """The tokens of each expert under several routings, beside an equal share."""
-    from lib.core.figures import INK
-
-    width = 0.8 / len(loads)
-    for place, (name, tokens) in enumerate(loads.items()):
-        shift = (place - (len(loads) - 1) / 2) * width
-        axes.bar([n + shift for n in range(len(tokens))], tokens.tolist(), width, label=name)
-    equal = float(next(iter(loads.values())).float().mean())
-    axes.axhline(equal, color=INK, linestyle=":", marker="")
-    axes.text(1.01, equal, "equal share", va="center", transform=axes.get_yaxis_transform())
-    axes.set(xlabel="expert", ylabel="tokens (each goes to two)", xticks=range(len(tokens)))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(visible=False, axis="x")
-    axes.legend(fontsize=9)

@@ -20,7 +20,7 @@ from lib.lessons.mesh.context_exercises import (  # noqa: F401  (found by name)
     sequence_parallel_mlp,
     zigzag_ring,
 )
-from lib.lessons.mesh.schedules import Event, Played, play
+from lib.lessons.mesh.schedules import Event, Played, most_held, play
 from lib.lessons.ranks import Threads
 
 check, take = check_of(__name__), check_of(__name__, returns=True)
@@ -120,14 +120,6 @@ def run_on_process(attempt: Callable, ranks: Any) -> Named:
     """The gradient of this rank after a step of 1F1B, where messages are not counted."""
     name = "gradient of the stage"
     return Named({name: run_on_rank(attempt, "1F1B", 5, ranks)[name]})
-
-
-def most_held(events: Sequence[Event]) -> int:
-    """The most micro-batches that have gone forward and not yet backward."""
-    held = [0]
-    for kind, *_ in events:
-        held.append(held[-1] + (1 if kind == "forward" else -1))
-    return max(held)
 
 
 @exercise(

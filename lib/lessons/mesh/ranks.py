@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lib.lessons.mesh.schedules import Event
 from lib.lessons.mesh.toys import HIDDEN, Stage, loss_of, micro_batch
@@ -69,8 +70,9 @@ def _run(
     times: dict[str, float],
     ranks: Processes,
 ) -> Ran:
-    me, saved = ranks.number, SavedBytes()
-    stage, spans, data = Stage(me, ranks.count), [], _data(me, micro_batches)
+    me, data = ranks.number, _data(ranks.number, micro_batches)
+    stage, spans = Stage(me, ranks.count), []
+    saved = SavedBytes(stage.parameters())
 
     def timed(x: Tensor) -> Tensor:
         saved.note()
@@ -81,8 +83,7 @@ def _run(
         saved.note()
         return loss
 
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        saved.ignore(stage.parameters())
+    with saved_tensors_hooks(saved.pack, lambda held: held.tensor):
         run_stage([*orders[me]], timed, noted_loss, data, ranks)
     named = [(me, *event, *span) for event, span in zip(orders[me], spans)]
     gradients = [param.grad for param in stage.parameters()]
@@ -163,41 +164,23 @@ def _compute(kind: str, times: dict[str, float], spans: list) -> None:
 class SavedBytes:
     """Counts the bytes that autograd holds for backward, but for parameters."""
 
-    def __init__(self) -> None:
-        # address of a tensor's memory -> its bytes, and how many saved tensors are in it
-        self.held: dict[int, list[int]] = {}
-        self.ignored: set[int] = set()
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.ignored = {param.untyped_storage().data_ptr() for param in parameters}
+        self.alive: weakref.WeakSet[Saved] = weakref.WeakSet()
         self.most = self.first = 0
-
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out what is held anyway."""
-        self.ignored |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def note(self) -> None:
         """Note what is held between two events."""
-        now = sum(num_bytes for num_bytes, _ in self.held.values())
-        self.first = self.first or now
-        self.most = max(self.most, now)
+        memories = [saved.tensor.untyped_storage() for saved in self.alive]
+        # several tensors may be in the same memory
+        held = {memory.data_ptr(): memory.nbytes() for memory in memories}
+        now = sum(num_bytes for place, num_bytes in held.items() if place not in self.ignored)
+        self.first, self.most = self.first or now, max(self.most, now)
 
     def pack(self, tensor: Tensor) -> Saved:
         """Count a tensor that autograd saves; return what it keeps instead."""
-        saved, memory = Saved(tensor), tensor.untyped_storage()
-        address = memory.data_ptr()
-        if address not in self.ignored:
-            self.held.setdefault(address, [memory.nbytes(), 0])[1] += 1
-            weakref.finalize(saved, self.release, address)
+        self.alive.add(saved := Saved(tensor))
         return saved
-
-    def release(self, address: int) -> None:
-        """Forget a saved tensor."""
-        self.held[address][1] -= 1
-        if not self.held[address][1]:
-            del self.held[address]
-
-    @staticmethod
-    def unpack(saved: Saved) -> Tensor:
-        """The tensor itself."""
-        return saved.tensor
 
 
 class Saved:

@@ -6,11 +6,10 @@ from lib.lessons.exercise import edited, verdict
 from lib.lessons.mesh.exercises import (
     gpipe_orders,
     interleaved,
-    most_held,
     one_chunk_after_another,
     one_f_one_b_orders,
 )
-from lib.lessons.mesh.schedules import play
+from lib.lessons.mesh.schedules import most_held, play
 
 SIZES = [(2, 1), (2, 5), (3, 2), (4, 8), (8, 3)]
 
@@ -27,7 +26,6 @@ def test_a_step_has_the_bubble_of_the_formula(make, p, m, forward, backward):
     step = played(make(p, m), m, forward_ms=forward, backward_ms=backward)
     assert step.fault == "nothing"
     assert step.ms == pytest.approx((m + p - 1) * (forward + backward))
-    assert step.idle_share() == pytest.approx((p - 1) / (m + p - 1))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
