@@ -181,12 +181,21 @@ attend(q, k[:half], v[:half]) => attend(q, k[half:], v[half:])
     | a lower rank's late chunk is taken, which comes after all of your tokens; take its early one
 attend(q[half:], k, v) => attend(q[:half], k, v)
     | your early queries are given a higher rank's keys, all of which come after them
+attend(q[half:], k, v) => attend(q[half:], k[:half], v[:half])
+    | of a higher rank only the early chunk is seen; both come before your late one
+attend(q[half:], k, v) => attend(q[half:], k[half:], v[half:])
+    | of a higher rank only the late chunk is seen; both come before your late one
+if (me - step) % n < me: => if True:
+    | all others are taken for lower ranks; a higher one's keys come after your early chunk
 merge(out, lse, *attend(q, k[:half], v[:half])) => merge(out, lse, *attend(q, k, v))
     | of a lower rank both chunks are seen; its late one comes after all of your tokens
 late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) => late = attend(q[half:], k, v)
     | what the late queries have so far is replaced by what they see now; merge them
 torch.cat([lse[:half], late[1]]) => lse
     | the merged log-sum-exps are dropped, so the next merge weighs with old ones
+k, v = pass_on(k, ranks), pass_on(v, ranks) => new_k, new_v = pass_on(k, ranks), pass_on(v, ranks)
+    && k[:half], v[:half] => new_k[:half], new_v[:half] && q[half:], k, v => q[half:], new_k, new_v
+    | each rank sends its own keys again and again; pass on what has arrived
 torch.ones(len(q), len(q), dtype=torch.bool).tril() => None
     | a rank's own tokens are all seen; mask those that come after a query
 torch.ones(len(q), len(q), dtype=torch.bool).tril() =>

@@ -51,6 +51,7 @@ def _show(panels: Mapping[str, Mapping], xlabel: str, colors: Mapping[str, str])
     styles = {kind: {"color": color} for kind, color in colors.items()}
     for (title, lanes), axes in zip(panels.items(), grid[:, 0]):
         is_last = axes is grid[-1, 0]
-        options = {"xlabel": xlabel if is_last else "", "legend": "below" if is_last else "none"}
-        gantt(lanes, title=title, axes=axes, span=(0, 1.01 * end), styles=styles, **options)
+        label, legend = (xlabel, "below") if is_last else ("", "none")
+        common: dict = {"axes": axes, "span": (0, 1.01 * end), "styles": styles}
+        gantt(lanes, title=title, xlabel=label, legend=legend, **common)
     plt.show()
