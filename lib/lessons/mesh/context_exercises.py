@@ -15,6 +15,7 @@ from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import exercise
 from lib.lessons.inputs import choices, ints
 from lib.lessons.mesh import context
+from lib.lessons.profiling.frugal import load_dispatch
 from lib.lessons.ranks import Threads, whole_numbers
 
 # Merge two parts of a row
@@ -145,6 +146,12 @@ n, me = ranks.count, ranks.number =>
 # Zigzag
 
 
+def drawn_chunks(generator: random.Random, size: int) -> tuple[int, int, int]:
+    """The tokens of a chunk, the width of a head, and the ranks."""
+    load_dispatch()
+    return generator.randint(1, 1 + size // 4), generator.choice([2, 3]), generator.randint(2, 4)
+
+
 def around_in_zigzag(ring: Callable, chunk: int, head_dim: int, ranks: Threads) -> Named:
     """Run a zigzag ring on one rank; return its results, what it sends and what it computes."""
     generator = random.Random(chunk + ranks.count)
@@ -163,7 +170,7 @@ def around_in_zigzag(ring: Callable, chunk: int, head_dim: int, ranks: Threads) 
 
 zigzag_ring = exercise(
     "core",
-    {"chunk": ints(1, 4), "head_dim": choices(2, 3), "ranks": choices(2, 3, 4)},
+    drawn_chunks,
     harness=around_in_zigzag,
     ranks=True,
     collectives=("send",),
@@ -182,13 +189,13 @@ attend(q, k[:half], v[:half]) => attend(q, k[half:], v[half:])
 attend(q[half:], k, v) => attend(q[:half], k, v)
     | your early queries are given a higher rank's keys, all of which come after them
 attend(q[half:], k, v) => attend(q[half:], k[:half], v[:half])
-    | of a higher rank only the early chunk is seen; both come before your late one
+    | only a higher rank's early chunk is seen; both of its chunks come before your late one
 attend(q[half:], k, v) => attend(q[half:], k[half:], v[half:])
-    | of a higher rank only the late chunk is seen; both come before your late one
+    | only a higher rank's late chunk is seen; both of its chunks come before your late one
 if (me - step) % n < me: => if True:
     | all others are taken for lower ranks; a higher one's keys come after your early chunk
 merge(out, lse, *attend(q, k[:half], v[:half])) => merge(out, lse, *attend(q, k, v))
-    | of a lower rank both chunks are seen; its late one comes after all of your tokens
+    | both chunks of a lower rank are seen; its late one comes after all of your tokens
 late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) => late = attend(q[half:], k, v)
     | what the late queries have so far is replaced by what they see now; merge them
 torch.cat([lse[:half], late[1]]) => lse
