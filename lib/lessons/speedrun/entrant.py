@@ -29,8 +29,8 @@ from lib.model import TransformerLM
 from lib.optimizer import AdamW, clip_grad_norm, cosine_lr  # noqa: F401  loaded before the clock
 
 KEY = "RACE_KEY"
-# An entry may open code, what PyTorch's compiler caches, and nothing that holds text or weights.
-CODE = (".py", ".pyc", ".so", ".pth", ".dist-info", "METADATA", ".h", ".cpp")
+# An entry may open code, installed packages, what compilers keep, and nothing that holds text.
+CODE = (".py", ".pyc", ".so", ".h", ".cpp")
 FORBIDDEN_MODULES = (
     "safetensors",
     "lib.data.stories",
@@ -44,17 +44,21 @@ def guard(device: torch.device) -> None:
     """From now on, refuse what an entry has no need of: other data, the network, processes."""
     inside = tuple(map(os.path.realpath, (tempfile.gettempdir(), "/proc", "/sys", "/dev")))
     workbook = os.path.realpath(ROOT)
-    data = tuple(os.path.join(workbook, folder) for folder in ("data", "artifacts"))
+    # the stories' grammar, too, which is code of the workbook
+    data = tuple(os.path.join(workbook, path) for path in ("data", "artifacts", "lib/data/stories"))
+    # a compiler reads more of a package than its code
+    installed = [path for path in map(os.path.realpath, sys.path) if path != workbook]
+    packages = tuple(f"{path}{os.sep}" for path in [f"{workbook}/lib", *installed])
     for name in [name for name in sys.modules if name.startswith(FORBIDDEN_MODULES)]:
         del sys.modules[name]
 
     def refuse(event: str, args: tuple) -> None:
         if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
             path = os.path.realpath(os.fsdecode(args[0]))
-            is_code = path.endswith(CODE) and not path.startswith(data)
+            is_code = path.endswith(CODE) or path.startswith(packages)
             # a checkout may lie in the folder for temporary files
             is_scratch = path.startswith(inside) and not path.startswith(workbook)
-            if not (is_code or is_scratch):
+            if path.startswith(data) or not (is_code or is_scratch):
                 raise PermissionError(f"an entry trains on race.batch alone; it opened {path}")
         elif event == "import" and args[0].startswith(FORBIDDEN_MODULES):
             raise PermissionError(f"an entry trains on race.batch alone; it imported {args[0]}")

@@ -129,20 +129,25 @@ def test_one_curve_for_two_seeds_is_refused_and_seeds_are_the_referees():
 FORBIDDEN = {
     "another file": "open('README.md')",
     "the grammar of the stories": "__import__('lib.data.stories')",
+    "the text of that grammar": "open('lib/data/stories.py')",
     "trained weights": "__import__('lib.training.generation')",
     "the network": "__import__('socket').create_connection(('localhost', 9))",
     "another process": "__import__('subprocess').run(['true'])",
 }
 
 
-def test_a_fresh_process_opens_nothing_but_code_and_finishes_the_race():
+def test_a_fresh_process_opens_nothing_but_code_and_finishes_the_race(tmp_path, monkeypatch):
+    # what is installed beside the workbook travels, too
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tries = "".join(
         f"    try:\n        {act}\n        raise ValueError({name!r})\n"
         "    except PermissionError as error:\n        print(error)\n"
         for name, act in FORBIDDEN.items()
     )
     course = toy_course()
-    found = run_entry(edited(ENTRY, {BUILD: tries + BUILD}), course, 1)
+    source = "import beside\n" + edited(ENTRY, {BUILD: tries + BUILD})
+    found = run_entry(source, course, 1)
     assert found.curve[-1][2] <= course.race.target
     assert np.diff([0, *(point[0] for point in found.curve)]).min() >= course.race.judged_every
 
