@@ -354,13 +354,13 @@ class Processes:
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks behind one another, (count · n,) of (n,)."""
         whole = part.new_empty(self.count * len(part))
-        all_gather(whole, part.contiguous(), group=self.group)
+        all_gather(whole, part.detach().contiguous(), group=self.group)
         return whole
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """This rank's slice of the sum over all ranks, (n,) of (count · n,)."""
         own = whole.new_empty(len(whole) // self.count)
-        reduce_scatter(own, whole.contiguous(), group=self.group)
+        reduce_scatter(own, whole.detach().contiguous(), group=self.group)
         return own
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

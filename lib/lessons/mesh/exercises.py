@@ -91,6 +91,10 @@ def run_on_rank(attempt: Callable, schedule: str, micro_batches: int, ranks: Thr
         ids = torch.randint(IDS, (4,), generator=generator)
         data.append((x if ranks.number else ids, target))
     attempt([*events], stage, half_square, data, ranks)
+    runs = sum(one.startswith("F") for one in stage.ran)
+    if runs > micro_batches:
+        words = f"the stage ran {runs} times for {micro_batches} micro-batches"
+        raise ValueError(f"{words}; keep y from the forward pass")
     sent = {
         f"messages to rank {to}": count
         for (way, to), count in sorted(ranks.messages.items())
@@ -125,8 +129,8 @@ def run_on_process(attempt: Callable, ranks: Any) -> Named:
 @exercise(
     "core",
     {
-        "schedule": choices("GPipe", "1F1B", "GPipe, last first"),
-        "micro_batches": ints(1, 6),
+        "schedule": choices("GPipe", "1F1B", "1F1B", "GPipe, last first"),
+        "micro_batches": ints(1, 8),
         "ranks": ints(2, 4),
     },
     harness=run_on_rank,
@@ -163,8 +167,11 @@ def run_stage(
 
 
 run_stage.mistakes = """
-.requires_grad_() => | what arrives asks for no gradient, so there is none to send back;
-    requires_grad_() makes it a leaf
+.requires_grad_() => | there is no gradient to send back: x must be a leaf that asks for one, by
+    requires_grad_(), and x.grad is what the stage before gets
+x = ranks.receive(me - 1, like=x).requires_grad_() =>
+    ranks.receive(me - 1, like=x); x.requires_grad_()
+    | what is received is dropped: `receive` returns a new tensor, and does not fill `like`
 y = stage(x) => x.requires_grad_(); y = stage(x)
     | the first stage asks for a gradient of token ids; only what is received needs one
 like=y) if me < last => like=x) if me < last
@@ -176,7 +183,8 @@ ranks.send(x.grad, me - 1) => pass
     | the first stage sends a gradient back, too, but there is no stage before it; send `if me > 0`
 held.pop(i) => held[i] | outputs stay held after their backward pass; take them out, with pop
 , {} => , {}; kept = [] && held[i] = x, y => held[i] = x, y; kept.append(x)
-    | inputs stay held after their backward pass; keep x and y together, and pop both
+    | inputs stay held after their backward pass; keep x and y together, pop both, and don't copy
+    what arrives into the template, which stays
 held[i] = x, y => held[0] = x, y && held.pop(i) => held[0]
     | each forward pass overwrites the x and y of the one before; keep a pair for each micro-batch
 held.pop(i) => held.popitem()[1]
@@ -190,6 +198,8 @@ ranks.send(y, me + 1) => ranks.send(y, me + 1); y = loss(y, target)
 ranks.receive(me + 1, like=y) if me < last else None => *[] if me == last else [torch.ones_like(y)]
     | a stage goes backward from ones, as of `y.sum()`; it goes on from the gradient that the stage
     after it sends
+y = loss(y, target) => y = loss(y, target) / len(micro_batches)
+    | the loss is divided by the number of micro-batches; here gradients add up
 y.backward( => stage.zero_grad(); y.backward(
     | gradients of earlier micro-batches are dropped; they add up
 """
@@ -265,6 +275,8 @@ min(ranks - 1 - rank, micro_batches) => ranks - 1 - rank
     | forward i is followed by backward i, whose gradient is not back yet; the oldest goes backward
 ("forward", i), ("backward", i - ahead)] => ("backward", i - ahead), ("forward", i)]
     | in the steady state backward comes before forward: a stage that waits has nothing to do
+range(micro_batches - ahead, micro_batches) => reversed(range(micro_batches - ahead, micro_batches))
+    | at the end the newest goes backward first; its gradient comes last, so the oldest goes first
 micro_batches - ahead, micro_batches) => micro_batches, micro_batches)
     | the micro-batches of the warm-up never go backward
 """

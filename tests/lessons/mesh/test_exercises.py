@@ -19,10 +19,10 @@ def run_stage(events, stage, loss, micro_batches, ranks):
         if kind == "forward":
             x, target = micro_batches[i]
             if me != 0:
-                x = ranks.receive(me - 1, x)
+                {receive}
                 x.requires_grad_()
             y = stage(x)
-            xs[i], ys[i] = x, y if me != last else loss(y, target)
+            xs[i], ys[i] = x, y if me != last else {loss}
             if me != last:
                 ranks.send(y.detach(), me + 1)
             del x, y
@@ -35,6 +35,8 @@ def run_stage(events, stage, loss, micro_batches, ranks):
 """
 SAME = {
     "events": "events",
+    "receive": "x = ranks.receive(me - 1, x)",
+    "loss": "loss(y, target)",
     "popped": "xs.pop(i), ys.pop(i)",
     "backward": "y.backward(*([] if me == last else [ranks.receive(me + 1, like=y)]))",
     "unless_first": "me != 0",
@@ -62,6 +64,19 @@ def sequence_parallel_mlp(x, w1, w2, ranks):
         grad_h = (whole @ w2) * (h > 0)
         return scatter(grad_h @ w1), grad_h.T @ {x}, whole.T @ h.relu()
     return scatter(h.relu() @ w2.T), backward
+"""
+
+MLP_BY_WEIGHTS = """
+def sequence_parallel_mlp(x, w1, w2, ranks):
+    d = x.shape[1]
+    gather = lambda rows: ranks.all_gather(rows.reshape(-1)).view(-1, d)
+    scatter = lambda rows: ranks.reduce_scatter(rows.reshape(-1)).view(-1, d)
+    w1, w2 = gather(w1), gather(w2.T).T
+    h = x @ w1.T
+    def backward(grad_y):
+        grad_h = (grad_y @ w2) * (h > 0)
+        return grad_h @ w1, scatter(grad_h.T @ x), scatter(h.relu().T @ grad_y).T
+    return h.relu() @ w2.T, backward
 """
 
 TWO_SUMS = """
@@ -152,6 +167,22 @@ def test_a_right_answer_of_another_kind_passes(source, parts):
         (STAGE, SAME | {"popped": "xs.pop(i), ys[i]"}, "outputs stay held"),
         (STAGE, SAME | {"popped": "xs.pop(next(iter(xs))), ys.pop(next(iter(ys)))"}, "came first"),
         (STAGE, SAME | {"unless_first": "True"}, "send `if me > 0`"),
+        (STAGE, SAME | {"receive": "ranks.receive(me - 1, x)"}, "what is received is dropped"),
+        (
+            STAGE,
+            SAME | {"receive": "x.copy_(ranks.receive(me - 1, x))"},
+            "don't copy what arrives into the template",
+        ),
+        (STAGE, SAME | {"loss": "loss(y, target) / len(micro_batches)"}, "the loss is divided"),
+        (
+            STAGE,
+            SAME
+            | {
+                "popped": "xs.pop(i), ys.pop(i); "
+                "y = stage(x) if me != last else loss(stage(x), micro_batches[i][1])"
+            },
+            "keep y from the forward pass",
+        ),
         (
             STAGE,
             SAME | {"backward": SAME["backward"].replace("like=y", "micro_batches[i][0]")},
@@ -161,6 +192,7 @@ def test_a_right_answer_of_another_kind_passes(source, parts):
         (RING, {"after": "k, v = pass_on(k, ranks), pass_on(v, ranks)"}, "which nobody needs"),
         (MLP, {"grad_y": "grad_y", "x": "gather(x)"}, "grad_y is not gathered"),
         (MLP, {"grad_y": "gather(grad_y)", "x": "x"}, "it needs all of them"),
+        (MLP_BY_WEIGHTS, {}, "the weights travel, as in FSDP"),
         (TWO_SUMS, {"sums": "a, b = lse.exp(), new_lse.exp()", "lse": "(a + b).log()"}, "overflow"),
         (
             TWO_SUMS,
@@ -193,7 +225,7 @@ def test_a_right_answer_of_another_kind_passes(source, parts):
             BY_HALVES
             | {"lower": MASKED.format("(own < half).expand(len(q), -1)")}
             | {"higher": MASKED.format("(own >= half)[:, None].expand(-1, len(k))")},
-            "give `attend` only the visible half",
+            "hidden scores are computed and then masked",
         ),
         (
             ZIGZAG_RING,

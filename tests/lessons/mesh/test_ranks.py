@@ -66,3 +66,17 @@ def test_ranks_of_a_group_send_and_add_up_among_themselves():
 def test_stages_that_do_not_divide_the_blocks_are_refused():
     with pytest.raises(ValueError, match="stages must divide the 8 blocks, got 3"):
         Stage(0, 3)
+
+
+def test_a_stage_on_processes_has_parameters_and_tensors_with_a_history_can_be_gathered():
+    def own_gradients(events, stage, loss, micro_batches, ranks):
+        assert len(list(stage.parameters())) > 0
+        run_stage.solve(events, stage, loss, micro_batches, ranks)
+
+    run_on_ranks(own_gradients, gpipe_orders(P, 1), 1)
+
+    def gather(ranks):
+        part = torch.ones(2, requires_grad=True) * (1 + ranks.number)
+        return ranks.all_gather(part).tolist(), ranks.reduce_scatter(part).tolist()
+
+    assert run_on_processes(gather, 2) == [([1, 1, 2, 2], [3]), ([1, 1, 2, 2], [3])]
