@@ -44,7 +44,8 @@ def guard(device: torch.device) -> None:
     """From now on, refuse what an entry has no need of: other data, the network, processes."""
     inside = tuple(map(os.path.realpath, (tempfile.gettempdir(), "/proc", "/sys", "/dev")))
     workbook = os.path.realpath(ROOT)
-    data = tuple(os.path.join(workbook, folder) for folder in ("data", "artifacts"))
+    # the stories' grammar, too, which is code of the workbook
+    data = tuple(os.path.join(workbook, path) for path in ("data", "artifacts", "lib/data/stories"))
     # a compiler reads more of a package than its code
     installed = [path for path in map(os.path.realpath, sys.path) if path != workbook]
     packages = tuple(f"{path}{os.sep}" for path in [f"{workbook}/lib", *installed])

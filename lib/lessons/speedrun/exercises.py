@@ -13,7 +13,13 @@ from typing import Any
 from lib.core.settings import require
 from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, check_of, exercise, report
 from lib.lessons.speedrun import ladder
-from lib.lessons.speedrun.board import P_VALUE, chance_of_faster, half_width, read_entries, times
+from lib.lessons.speedrun.board import (
+    P_VALUE,
+    chance_of_faster,
+    mean_and_interval,
+    read_entries,
+    times,
+)
 from lib.lessons.speedrun.commands import keep, own_board, race_source
 from lib.lessons.speedrun.museum import FAULTS
 from lib.lessons.speedrun.race import CLASSES, Recipe, source_of
@@ -350,7 +356,7 @@ def race_verdict(source: str) -> str:
     plain_times = [run["tokens"] / speed for run in on_record[0]["figures"]["runs"]]
     mine, chance = times(record), chance_of_faster(times(record), plain_times)
     compared = (
-        f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f} s, the plain recipe about "
+        f"{mean_and_interval(mine)} s, the plain recipe about "
         f"{statistics.mean(plain_times):.0f} s here (p = {chance:.3f})"
     )
     return (

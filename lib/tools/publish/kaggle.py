@@ -50,7 +50,7 @@ SLUG = r"[a-z0-9]+(-[a-z0-9]+)*"
 FILES = (
     *("LICENSE", "lib/**/*"),
     *(f"artifacts/{name}" for name in ("*.jsonl", "*.md", "*.csv", "*.png")),
-    *("artifacts/tiny_stories/**/*", "artifacts/profile_h200/**/*", "artifacts/gpt2/*"),
+    *(f"artifacts/{name}/**/*" for name in ("tiny_stories", "profile_h200", "race", "gpt2")),
     # whose functions notebook 03 trains
     "notebooks/02_model.ipynb",
 )

@@ -129,6 +129,7 @@ def test_one_curve_for_two_seeds_is_refused_and_seeds_are_the_referees():
 FORBIDDEN = {
     "another file": "open('README.md')",
     "the grammar of the stories": "__import__('lib.data.stories')",
+    "the text of that grammar": "open('lib/data/stories.py')",
     "trained weights": "__import__('lib.training.generation')",
     "the network": "__import__('socket').create_connection(('localhost', 9))",
     "another process": "__import__('subprocess').run(['true'])",
