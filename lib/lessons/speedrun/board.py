@@ -22,6 +22,8 @@ FOLDER = ROOT / "artifacts/race"
 LEADERBOARD = FOLDER / "LEADERBOARD.md"
 # The chance of a difference between equals from which on nothing is claimed.
 P_VALUE = 0.05
+# Lines of a recipe that a card has room for.
+CHANGES_SHOWN = 22
 Entry = Mapping[str, Any]
 
 
@@ -212,11 +214,13 @@ def draw_card(entry: Entry, path: Path) -> Path:
     )
     right.axis("off")
     story = re.sub(r"\s+", " ", figures["runs"][0]["story"])
-    changed = [line[:70] for line in figures["diff"] if line.strip("+- ")][:14]
+    changed = [line[:70] for line in figures["diff"] if line.strip("+- ")]
+    if len(changed) > CHANGES_SHOWN:
+        changed[CHANGES_SHOWN:] = [f"… and {len(changed) - CHANGES_SHOWN} lines more"]
     text = [
         f"{figures['class']['name']} on {machine_of(entry)}",
         "",
-        *textwrap.wrap(textwrap.shorten(story, 420), 70),
+        *textwrap.wrap(textwrap.shorten(story, 600, placeholder=" …"), 70),
     ]
     text += ["", "What differs from the plain recipe:", *changed]
     right.text(0, 1, "\n".join(text), va="top", family="monospace", fontsize=8.5, parse_math=False)
