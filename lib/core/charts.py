@@ -293,7 +293,10 @@ def gantt(
         inches = axes.get_position().width * axes.figure.get_figwidth()
         for row, lane in enumerate(lanes.values()):
             shown = [box for box in lane if box[1] > first and box[0] < last]
-            frame = {"edgecolor": PAPER, "linewidth": 0.6 if len(shown) <= MOST_FRAMES else 0}
+            # boxes thinner than a pixel are drawn pale; snapped to pixels, most would vanish
+            frame: dict[str, Any] = {"edgecolor": PAPER, "linewidth": 0.6}
+            if len(shown) > MOST_FRAMES:
+                frame |= {"linewidth": 0, "snap": False}
             for kind in dict.fromkeys(box[2] for box in shown):
                 found = [(box[0], box[1] - box[0]) for box in shown if box[2] == kind]
                 label = kind if kind not in explained else None

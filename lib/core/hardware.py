@@ -137,7 +137,8 @@ def _peak(bfloat16, float16, tf32, float32, bandwidth) -> Peak:
 # names that CUDA reports, without "NVIDIA", "Tesla" and "GeForce". The whole name must match: a
 # laptop chip, a MIG slice or a D variant is a different chip.
 PEAKS = {
-    "B200": _peak(2250, 2250, 1125, 75, 8000),
+    # a B200 of an HGX board, 1,000 W, in NVIDIA's Blackwell datasheet
+    "B200": _peak(2250, 2250, 1100, 75, 7700),
     "H200": _peak(989.4, 989.4, 494.7, 66.9, 4800),
     "H200 NVL": _peak(835, 835, 417.5, 60, 4800),
     "H100 80GB HBM3": _peak(989.4, 989.4, 494.7, 66.9, 3350),

@@ -50,6 +50,8 @@ def first_difference(yours: Any, expected: Any) -> str | None:
 
 def _compare(yours: Any, expected: Any, path: str) -> str | None:
     """What differs first, with its `path` from the result on, which is empty for all of it."""
+    # numbers of NumPy's are numbers
+    yours, expected = (v.item() if isinstance(v, np.generic) else v for v in (yours, expected))
     if isinstance(expected, AtMost):
         return None if yours <= expected else f"{path}: yours {yours:g}, at most {expected:g}"
     if _are_arrays(yours, expected):
@@ -166,7 +168,7 @@ def shown(value: Any) -> str:
 
 def _array_shown(value: Any) -> str:
     if (array := _array(value)).size > SHOWN_VALUES:
-        return f"<tensor of shape {array.shape}>"
+        return f"<{'tensor' if hasattr(value, 'detach') else 'array'} of shape {array.shape}>"
     if not array.ndim:
         return f"{array.item():.6g}"
     form: Any = {"float_kind": lambda number: f"{number:.6g}"}

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lib.ddp.launcher import WorkerError, launch
-from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
+from lib.ddp.process_group import (
+    all_gather,
+    global_rank,
+    rank,
+    reduce_scatter,
+    world_size,
+)
 from lib.lessons.sending import function_of, parcel_of
 
 # What is said of a function that is right on threads, but fails on processes.
@@ -316,10 +322,10 @@ def _raise_in(threads: Sequence[threading.Thread], error: type[BaseException]) -
 
 
 class Processes:
-    """The ranks of a job, with the methods of `Threads`."""
+    """The ranks of a job, or of one of its groups, with the methods of `Threads`."""
 
-    def __init__(self) -> None:
-        self.number, self.count = rank(), world_size()
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group, self.number, self.count = group, rank(group), world_size(group)
         # what threads count, for the harnesses that ask for it
         self.calls: dict[str, int] = {}
         self.messages: dict[tuple[str, int], int] = {}
@@ -330,7 +336,8 @@ class Processes:
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to rank `to`, without waiting for it."""
         tensor = tensor.detach().clone()
-        self.sent.append((dist.isend(tensor, to), tensor))
+        message = dist.isend(tensor, global_rank(to, self.group), group=self.group)
+        self.sent.append((message, tensor))
 
     def wait_for_messages(self) -> None:
         """Wait until all that was sent is on its way; what is still queued would be lost."""
@@ -341,19 +348,19 @@ class Processes:
     def receive(self, source: int, like: Tensor) -> Tensor:
         """Wait for the next tensor from rank `source`, which has the shape and dtype of `like`."""
         tensor = torch.empty_like(like)
-        dist.recv(tensor, source)
+        dist.recv(tensor, global_rank(source, self.group), group=self.group)
         return tensor
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks behind one another, (count · n,) of (n,)."""
         whole = part.new_empty(self.count * len(part))
-        all_gather(whole, part.contiguous())
+        all_gather(whole, part.detach().contiguous(), group=self.group)
         return whole
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """This rank's slice of the sum over all ranks, (n,) of (count · n,)."""
         own = whole.new_empty(len(whole) // self.count)
-        reduce_scatter(own, whole.contiguous())
+        reduce_scatter(own, whole.detach().contiguous(), group=self.group)
         return own
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -363,7 +370,7 @@ class Processes:
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to add up over all ranks; return a function that waits for the sum."""
         total = tensor.detach().clone()
-        work = dist.all_reduce(total, async_op=True)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()  # type: ignore[union-attr]
@@ -374,7 +381,7 @@ class Processes:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The tensor of rank 0."""
         found = tensor.detach().clone()
-        dist.broadcast(found, src=0)
+        dist.broadcast(found, global_rank(0, self.group), group=self.group)
         return found
 
 
@@ -428,3 +435,17 @@ def run_job(parcel: bytes) -> Any:
     found = function_of(parcel)(ranks)
     ranks.wait_for_messages()
     return found
+
+
+def run_on_processes(job: Callable[[Processes], Any], count: int, **options: Any) -> list[Any]:
+    """Run `job(ranks)` on `count` processes as ranks; return their results.
+
+    Args:
+        job: may be a function of a notebook, which processes get with all that it uses.
+        options: of `launch`; the backend is gloo by default.
+
+    Raises:
+        TypeError: the job can't be sent to processes.
+        WorkerError: a rank failed.
+    """
+    return launch(run_job, count, parcel_of(job), **{"backend": "gloo"} | options)

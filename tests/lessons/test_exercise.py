@@ -70,6 +70,11 @@ EXERCISES = list(exercise_cells())
 
 def run(code: str, lesson: str) -> None:
     names = {"exercises": TOPICS[lesson], "merge_pair": merge_pair, "math": math, "torch": torch}
+    if lesson == "model":
+        # what the page has written before
+        topic = TOPICS[lesson]
+        names |= {"split_heads": topic.split_heads, "attention": topic.attend}
+        names |= {"rms_norm": topic.rms_norm, "swiglu": topic.swiglu}
     if lesson in KERNELS:
         names |= {"triton": importlib.import_module("triton")}
         names |= {"tl": importlib.import_module("triton.language")}

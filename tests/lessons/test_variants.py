@@ -74,6 +74,29 @@ def f(weights, loss_of, batches, rates, update, on_step, accumulate=1, max_norm=
             weights[name] = new.requires_grad_(True)
         on_step(loss, norm)""",
     ),
+    "model: a gradient with the loss as a number": (
+        "model",
+        "verdict(bigram_gradient, f)",
+        """
+def f(*given):
+    loss, gradient = bigram_gradient.solve(*given)
+    return loss.item(), gradient""",
+    ),
+    "training: top-p, another choice among equally likely tokens": (
+        "training",
+        "verdict(top_p_filter, f)",
+        """
+def f(probabilities, top_p):
+    return top_p_filter.solve(probabilities.flip(0), top_p).flip(0)""",
+    ),
+    "start: numbers of NumPy's": (
+        "start",
+        "verdict(previous_token_head, f)",
+        """
+def f(weights):
+    means = weights.diagonal(-1, axis1=2, axis2=3).mean(-1)
+    return np.unravel_index(means.argmax(), means.shape)""",
+    ),
     "training: moments changed in place": (
         "training",
         "verdict(adamw_step, f)",
@@ -234,6 +257,62 @@ WRONG = {
         "verdict(cross_entropy_loss, lambda *given: cross_entropy_loss.solve(*given).item())",
         "",
         ", of type float; expected tensor(",
+    ),
+    "model: a column minus a row, whose mean is right": (
+        "model",
+        "verdict(cross_entropy_loss, f)",
+        """
+def f(logits, targets):
+    of_target = logits[torch.arange(len(targets)), targets]
+    return (logits.logsumexp(-1, keepdim=True) - of_target).mean()""",
+        "whose mean is right by luck; sum without `keepdim=True`",
+    ),
+    "training: top-p by the least probability kept": (
+        "training",
+        "verdict(top_p_filter, f)",
+        """
+def f(probabilities, top_p):
+    ranked = probabilities.sort(descending=True).values
+    least = ranked[ranked.cumsum(0) - ranked < top_p][-1]
+    kept = torch.where(probabilities >= least, probabilities, 0)
+    return kept / kept.sum()""",
+        "tokens as likely as the last one needed are kept, too",
+    ),
+    "training: top-p in the tensor that is given": (
+        "training",
+        "verdict(top_p_filter, f)",
+        """
+def f(probabilities, top_p):
+    probabilities.copy_(top_p_filter.solve(probabilities, top_p))
+    return probabilities""",
+        "it changes the probabilities that are given",
+    ),
+    "training: a new name for the new weight": (
+        "training",
+        "verdict(train, f)",
+        """
+def f(weights, loss_of, batches, rates, update, on_step, accumulate=1, max_norm=1.0):
+    states = {name: {} for name in weights}
+    for rate in rates:
+        losses = []
+        for _ in range(accumulate):
+            losses.append(loss_of(weights, *next(batches)) / accumulate)
+            losses[-1].backward()
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)
+        for name, weight in weights.items():
+            with torch.no_grad():
+                weight = update(weight, weight.grad, states[name], rate)
+            weight.grad = None
+        on_step(sum(loss.item() for loss in losses), norm.item())""",
+        "`weight = …` gives the new tensor a name",
+    ),
+    "start: the number of the head, of NumPy's": (
+        "start",
+        "verdict(previous_token_head, f)",
+        """
+def f(weights):
+    return weights.diagonal(-1, axis1=2, axis2=3).mean(-1).argmax()""",
+        "this is the number of the head among all",
     ),
     "model: the loss without a gradient": (
         "model",

@@ -108,10 +108,17 @@ class Largest(TorchDispatchMode):
 
 
 def in_little_room(function: Callable, names: Sequence[str], *given: Any) -> Named:
-    """The results of a function, by `names`, and the size of the largest tensor it makes."""
+    """The results of a function, by `names`, and the size of the largest tensor it makes.
+
+    Raises:
+        ValueError: a result has another dtype than the first argument.
+    """
     with Largest() as largest:
         found = function(*given)
-    results = zip(names, found) if isinstance(found, (tuple, list)) else [("result", found)]
+    results = [*zip(names, found)] if isinstance(found, (tuple, list)) else [("result", found)]
+    for name, tensor in results:
+        if isinstance(tensor, Tensor) and tensor.dtype != given[0].dtype:
+            raise ValueError(f"{name} must be {given[0].dtype} as q is, got {tensor.dtype}")
     # small ones don't matter
     numbers = AtMost(max(largest.numbers, 32))
     return Named(results, **{"numbers in the largest tensor": numbers})
@@ -120,14 +127,15 @@ def in_little_room(function: Callable, names: Sequence[str], *given: Any) -> Nam
 def draw_head(generator: random.Random, size: int) -> tuple:
     """q, k, v of one head, and a tile's queries and keys: fewer than half of them, if many."""
     n, head_dim = generator.randint(2 + size // 2, 3 + size), generator.randint(2, 3)
-    q, k, v = (_draw_tensor(generator, n, head_dim) for _ in range(3))
-    return (
-        q * generator.choice([1, 1, 1, 40]),
-        k,
-        v,
-        generator.randint(4, 6),
-        generator.choice([2, 3]),
-    )
+    dtype = generator.choice([torch.float32, torch.float32, torch.float64])
+    q, k, v = (_draw_tensor(generator, n, head_dim).to(dtype) for _ in range(3))
+    if generator.random() < 1 / 4:
+        # scores whose exponentials overflow, and a row of them that all underflow to 0
+        q *= 40
+        k[:, 0] = k[:, 0].abs() + 1
+        q[-1] = 0
+        q[-1, 0] = -2000
+    return q, k, v, generator.randint(4, 6), generator.choice([2, 3])
 
 
 def forward_in_little_room(function: Callable, q, k, v, BQ: int, BK: int) -> Named:
@@ -156,12 +164,28 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, BQ: int, BK: int) -> tuple[Te
 
 tiled_forward.mistakes = """
 shrink[:, None] * O => O | the output so far is not rescaled when the maximum grows
+shrink * l + => l +
+    | the sum so far is not rescaled when the maximum grows; it needs the same factor as the output
+shrink * l + => l + && shrink[:, None] * O => O
+    | neither the sum nor the output so far is rescaled when the maximum grows
+S - new_m[:, None] => S - S.amax(1)[:, None]
+    | the tile's exponentials are relative to its own maximum; use the maximum so far
+torch.maximum(m, S.amax(1)) => S.amax(1)
+    | the maximum is that of the tile alone, so the factor exp(old maximum - new maximum) can
+    overflow; keep the larger of it and the one so far
+q.new_full((len(Q),), -math.inf) => q.new_zeros(len(Q))
+    | the maximum starts at 0, which is too large for rows of scores far below; start at -inf
+m = new_m => pass | the maximum is not carried on: the next tile needs m = new_m
 torch.exp(m - new_m) => torch.exp(new_m - m)
     | the earlier sums are rescaled the wrong way round; the factor is exp(old maximum - new
     maximum)
 / math.sqrt(D)  # (BQ, BK) => | the scores are not divided by the root of D
+math.sqrt(D)  # (BQ, BK) => D | the scores are divided by D; it is its root
+P @ V => P @ V / l[:, None] && O / l[:, None] => O
+    | each tile is divided by the sum so far; divide the output once, at the end
 O / l[:, None] => O | the division by the sum at the end is missing
 m + torch.log(l) => torch.log(l) | lse lacks the maximum: it is m + log(l)
+m + torch.log(l) => l | lse is the sum itself; it is m + log(l)
 k[j : j + BK], v[j : j + BK] => k, v && range(0, n, BK) => range(1)
     | a tile of queries meets all keys at once, so its scores grow with n; loop over tiles of keys
 """
@@ -175,7 +199,7 @@ def draw_saved(generator: random.Random, size: int) -> tuple:
     q, k, v, BQ, BK = draw_head(generator, size)
     q = q.clamp(-3, 3)
     out, lse = attention_and_lse(q, k, v, is_causal=False)
-    return q, k, v, out, lse, _draw_tensor(generator, *q.shape), BQ, BK
+    return q, k, v, out, lse, _draw_tensor(generator, *q.shape).to(q.dtype), BQ, BK
 
 
 def backward_in_little_room(function, q, k, v, out, lse, grad_out, BQ: int, BK: int) -> Named:
@@ -203,14 +227,30 @@ def tiled_backward(
 
 
 tiled_backward.mistakes = """
+- delta[i : i + BQ, None] => + delta[i : i + BQ, None]
+    | delta is added; dS is P ∘ (dP - delta)
 - delta[i : i + BQ, None] => | delta is missing: dS is P ∘ (dP - delta)
 delta[i : i + BQ, None] => (P * (dO @ V.T)).sum(1)[:, None]
     | delta is summed over the keys of a tile; rowsum(dO ∘ O) covers the whole row
 dS @ K / math.sqrt(D) => dS @ K
     | dQ is not divided by the root of D; the scale comes once in the scores, and once at the end
+dS.T @ Q / math.sqrt(D) => dS.T @ Q
+    | dK is not divided by the root of D; the scale comes once in the scores, and once at the end
+dS @ K / math.sqrt(D) => dS @ K && dS.T @ Q / math.sqrt(D) => dS.T @ Q
+    | neither dQ nor dK is divided by the root of D; the scale comes in the scores, and once more
+    at the end
+Q @ K.T / math.sqrt(D) => Q @ K.T
+    | the scores are not divided by the root of D, as they were in the forward pass
+torch.exp(Q @ K.T / math.sqrt(D) - lse[i : i + BQ, None]) =>
+    torch.softmax(Q @ K.T / math.sqrt(D), 1)
+    | P is a softmax over the keys of a tile; exp(S - lse) has the sum of the whole row
 grad_q[i : i + BQ] += => grad_q[i : i + BQ] = | each tile of keys overwrites dQ; add to it
-P.T @ dO => dS.T @ dO | dV comes from dS; it is P dO
-dS.T @ Q => P.T @ Q | P multiplies the queries; dK is dS Q
+grad_k[j : j + BK] += => grad_k[j : j + BK] = && grad_v[j : j + BK] += => grad_v[j : j + BK] =
+    | each tile of queries overwrites dK and dV; add to them
+return grad_q, grad_k, grad_v => return grad_q, grad_v, grad_k
+    | dK and dV are exchanged; dS gives dK, and P gives dV
+P.T @ dO => dS.T @ dO | dV comes from dS; it is Pᵀ dO
+dS.T @ Q => P.T @ Q | P multiplies the queries; dK is dSᵀ Q
 """
 
 
@@ -268,6 +308,8 @@ grad_out.contiguous() => grad_out
     | the gradient of the output may have any strides, but the kernels count on rows that follow
     each other: pass grad_out.contiguous()
 lse, delta) => delta, lse) | lse and delta are passed in each other's place
+return grad_q, grad_k, grad_v => return grad_q, grad_v, grad_k
+    | dK and dV are exchanged: the kernel fills dK first
 return grad_q, grad_k, grad_v => return grad_k, grad_v, grad_q
     | the gradients are not in the order of q, k and v
 D**-0.5 => D**0.5 | the scale is the root of D; it is 1 over that

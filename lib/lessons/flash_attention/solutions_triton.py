@@ -58,12 +58,22 @@ def flash_forward(
 
 flash_forward.mistakes = """
 out * shrink[:, None] => out | the output so far is not rescaled when the maximum grows
+l * shrink + => l +
+    | the sum so far is not rescaled when the maximum grows; it needs the same factor as the output
+l * shrink + => l + && out * shrink[:, None] => out
+    | neither the sum nor the output so far is rescaled when the maximum grows
+scores - new_m[:, None] => scores - tl.max(scores, 1)[:, None]
+    | the tile's exponentials are relative to its own maximum; use the maximum so far
 m - new_m) => new_m - m)
     | all is NaN because the earlier sums are rescaled the wrong way round (the factor is exp(old
     maximum - new maximum)), or a mask is multiplied by infinity (0 · inf is NaN; use tl.where)
 tl.maximum(m, tl.max(scores, 1)) => tl.max(scores, 1)
-    | each tile's exponentials are relative to the tile's own maximum; use the maximum so far, with
+    | the maximum is that of the tile alone; keep the larger of it and the one so far, with
     tl.maximum, as Python's max cannot compare tiles number by number
+tl.full((BQ,), float("-inf"), tl.float32) => tl.zeros((BQ,), tl.float32)
+    | the maximum starts at 0, which is too large for rows of scores far below; start at -inf
+m = new_m => pass | the maximum is not carried on: the next tile needs m = new_m
+* scale  # (BQ, BK) => # (BQ, BK) | the scores are not scaled
 tl.where(key[None, :] < n, scores, float("-inf")) => scores
     | keys beyond the last have a score of 0, and exp(0) is 1; give them -inf
 out / l[:, None] => out | the division by the sum at the end is missing
@@ -164,12 +174,14 @@ def backward_queries(
 
 
 backward_queries.mistakes = """
+- delta[:, None] => + delta[:, None] | delta is added; dS is P ∘ (dP - delta)
 - delta[:, None] => | delta is missing: dS is P ∘ (dP - delta)
 grad_p - delta[:, None] => grad_p - tl.sum(p * grad_p, 1)[:, None]
     | delta is summed over the keys of this tile; the one that is loaded covers the whole row
 p = tl.where(key[None, :] <= query[:, None], p, 0.0) => pass
     | there is no mask; hidden weights are 0
 grad_q * scale => grad_q | dQ is not scaled: S is scale · Q Kᵀ
+* scale  # (BQ, BK) => # (BQ, BK) | the scores are not scaled, as they were in the forward pass
 grad_q += => grad_q = | each tile of keys overwrites dQ; add to it
 range(0, end, BK) => range(0, n, BK) | tiles behind the diagonal are loaded too
 """
@@ -224,7 +236,13 @@ range(first // BQ * BQ, n, BQ) => range(tl.program_id(0) * BQ, n, BQ)
     | the loop starts at i * BQ; the keys of program i start at i * BK
 key[:, None] <= query[None, :] => key[:, None] >= query[None, :]
     | the mask is that of (queries, keys); these scores are (keys, queries)
+- delta[None, :] => + delta[None, :] | delta is added; dS is P ∘ (dP - delta)
 - delta[None, :] => | delta is missing: dS is P ∘ (dP - delta)
 grad_k * scale => grad_k | dK is not scaled: S is scale · Q Kᵀ
+grad_v, mask => grad_v * scale, mask | dV is scaled too; no scale is between O and V
+* scale  # (BK, BQ) => # (BK, BQ) | the scores are not scaled, as they were in the forward pass
+grad_k_ptr + k_rows, grad_k * scale => grad_k_ptr + k_rows, grad_v
+    && grad_v_ptr + k_rows, grad_v, => grad_v_ptr + k_rows, grad_k * scale,
+    | dK and dV are exchanged; dS gives dK, and P gives dV
 grad_v += => grad_v = | each tile of queries overwrites dV; add to it
 """

@@ -7,20 +7,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lib.ddp import process_group
 from lib.lessons.ranks import Threads, run_on_threads
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 # Context parallelism
 
@@ -88,16 +82,24 @@ def zigzag(tokens: int, ranks: int) -> list[Tensor]:
     return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
 
 
-def visible_pairs(shares: Sequence[Tensor]) -> list[list[int]]:
-    """The pairs of a query and a key it sees, for each step of the ring and in it each rank.
+def zigzag_ring(q: Tensor, k: Tensor, v: Tensor, ranks: Any) -> tuple[Tensor, Tensor]:
+    """As `ring_attention` with the shares of `zigzag`, without the scores of hidden halves.
 
-    In step s rank r has the keys that began on rank r - s. `shares`: each rank's tokens.
+    Args:
+        q, k, v: (tokens / ranks, head_dim), of this rank's two chunks.
     """
-    n = len(shares)
-    return [
-        [int((shares[r][:, None] >= shares[(r - step) % n]).sum()) for r in range(n)]
-        for step in range(n)
-    ]
+    n, me, half = ranks.count, ranks.number, len(q) // 2
+    out, lse = attend(q, k, v, torch.ones(len(q), len(q), dtype=torch.bool).tril())
+    for step in range(1, n):
+        k, v = pass_on(k, ranks), pass_on(v, ranks)
+        if (me - step) % n < me:
+            # their early chunk is before all queries, their late one after
+            out, lse = merge(out, lse, *attend(q, k[:half], v[:half]))
+        else:
+            # the late queries are after all keys, the early ones before
+            late = merge(out[half:], lse[half:], *attend(q[half:], k, v))
+            out, lse = torch.cat([out[:half], late[0]]), torch.cat([lse[:half], late[1]])
+    return out, lse
 
 
 def on_a_ring(
@@ -171,97 +173,6 @@ def sequence_parallel_mlp(
     return y, backward
 
 
-def same(x: Tensor) -> Tensor:
-    """A view of x, as a function of autograd must return it."""
-    return x.view_as(x)
-
-
-class Collectives:
-    """Collectives of matrices between the processes of a job, counted.
-
-    `calls` has a name and the elements of the whole tensor for each.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks."""
-        self.calls.append(("all_reduce", x.numel()))
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, (ranks · n, d) of (n, d)."""
-        whole = x.new_empty(process_group.world_size() * len(x), x.shape[1])
-        process_group.all_gather(whole, x.contiguous())
-        self.calls.append(("all_gather", whole.numel()))
-        return whole
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's rows of the sum over the ranks, (n, d) of (ranks · n, d)."""
-        self.calls.append(("reduce_scatter", x.numel()))
-        own = x.new_empty(len(x) // process_group.world_size(), x.shape[1])
-        process_group.reduce_scatter(own, x.contiguous())
-        return own
-
-
-def operator(forward: Callable, backward: Callable) -> Callable[[Tensor], Tensor]:
-    """A function of one tensor for autograd, whose gradient is `backward` of the output's."""
-
-    class Operator(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return run(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return backward_of(grad)
-
-    run, backward_of = forward, backward
-    return Operator.apply
-
-
-def block_inputs(tokens: int = 12, d_model: int = 16, d_ff: int = 24) -> list[Tensor]:
-    """x, and a Transformer block's weights: gain, wq, wk, wv, wo, gain, w1, w2; float64."""
-    generator = torch.Generator().manual_seed(0)
-    square, gain = (d_model, d_model), (d_model,)
-    shapes = [(tokens, d_model), gain, *[square] * 4, gain, (d_ff, d_model), (d_model, d_ff)]
-    return [torch.randn(shape, dtype=torch.float64, generator=generator) / 3 for shape in shapes]
-
-
-def cut(weights: Sequence[Tensor], rank: int, ranks: int) -> list[Tensor]:
-    """A rank's part of a block's weights: rows of column-parallel matrices, columns of others."""
-    dims = (None, 0, 0, 0, 1, None, 0, 1)
-    return [
-        weight.clone() if dim is None else weight.chunk(ranks, dim)[rank].clone()
-        for weight, dim in zip(weights, dims)
-    ]
-
-
-def heads_attend(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, head_dim: int = 4) -> Tensor:
-    """Causal attention of the heads whose rows the matrices have, (tokens, heads · head_dim)."""
-    q, k, v = ((x @ w.T).unflatten(-1, (-1, head_dim)).transpose(0, 1) for w in (wq, wk, wv))
-    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-
-
-def largest_difference(alone: tuple, on_ranks: Sequence[tuple]) -> float:
-    """How much a block with shared norms differs from one process.
-
-    Args:
-        alone: in one process, the output, the gradients of x and of the weights, and more.
-        on_ranks: of each rank those of its tokens and its part of the weights.
-    """
-    n, (y, grad_x, grads, *_) = len(on_ranks), alone
-    found = []
-    for rank, (own_y, own_grad_x, own_grads, *_) in enumerate(on_ranks):
-        pairs = [(own_y, y.chunk(n)[rank]), (own_grad_x, grad_x.chunk(n)[rank])]
-        pairs += zip(own_grads, cut(grads, rank, n))
-        found += [(mine - whole).abs().max().item() for mine, whole in pairs]
-    return max(found)
-
-
 # Experts
 
 
@@ -290,50 +201,3 @@ def toy_experts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
     )
     return x, router, w1, w2
-
-
-# Figures
-
-
-def draw_ring_steps(
-    axes: Axes, spans: Sequence[Sequence[tuple[float, float]]], *, title: str, end: float
-) -> None:
-    """When each rank computes in each step of a ring; a box is a step.
-
-    Args:
-        spans: of each rank the start and end of each step.
-        end: where the time axis ends, so that several can be compared.
-    """
-    from lib.core.figures import BLUE, INK, ORANGE, PAPER
-
-    for number, steps in enumerate(spans):
-        for step, (start, stop) in enumerate(steps):
-            if stop - start < 1e-3 * end:
-                continue
-            color = ORANGE if step == 0 else BLUE
-            axes.barh(number, stop - start, left=start, color=color, edgecolor=PAPER, height=0.8)
-            # numbers on the dark ones are light
-            words = {"color": INK if step == 0 else PAPER, "ha": "center", "va": "center"}
-            axes.text((start + stop) / 2, number, step, **words)
-    axes.set_yticks(range(len(spans)), [f"rank {number}" for number in range(len(spans))])
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 1.01 * end))
-    axes.grid(visible=False, axis="y")
-    axes.set_title(title, fontsize=11)
-
-
-def draw_loads(axes: Axes, loads: Mapping[str, Tensor]) -> None:
-    """The tokens of each expert under several routings, beside an equal share."""
-    from lib.core.figures import INK
-
-    width = 0.8 / len(loads)
-    for place, (name, tokens) in enumerate(loads.items()):
-        shift = (place - (len(loads) - 1) / 2) * width
-        axes.bar([n + shift for n in range(len(tokens))], tokens.tolist(), width, label=name)
-    equal = float(next(iter(loads.values())).float().mean())
-    axes.axhline(equal, color=INK, linestyle=":", marker="")
-    axes.text(1.01, equal, "equal share", va="center", transform=axes.get_yaxis_transform())
-    axes.set(xlabel="expert", ylabel="tokens (each goes to two)", xticks=range(len(tokens)))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(visible=False, axis="x")
-    axes.legend(fontsize=9)

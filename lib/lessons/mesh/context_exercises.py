@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import exercise
 from lib.lessons.inputs import choices, ints
 from lib.lessons.mesh import context
+from lib.lessons.profiling.frugal import load_dispatch
 from lib.lessons.ranks import Threads, whole_numbers
 
 # Merge two parts of a row
@@ -43,7 +45,8 @@ torch.exp(lse - total) * out + torch.exp(new_lse - total) * new_out =>
     torch.exp(lse) * out + torch.exp(new_lse) * new_out
     | the weights don't sum to 1; divide them by the sum of both parts
 torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
-    | the exponential of a large log-sum-exp overflows; take the larger of the two out first
+    | the exponential of a log-sum-exp in the hundreds is infinite or 0; take the larger of the two
+    out first
 torch.logaddexp(lse, new_lse) => lse + torch.log1p(torch.exp(new_lse - lse))
     | where the new part is much larger, `exp(new_lse - lse)` overflows; subtract the larger of both
 torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
@@ -109,6 +112,13 @@ ring_attention = exercise(
 ring_attention.mistakes = """
 range(1, n) => range(1, n + 1)
     | there is one step too many: this rank's own keys come back, and count twice
+range(1, n) => range(1, n - 1)
+    | there is one step too few: keys move on n - 1 times to be on every rank
+attend(q, k, v, shares[me][:, None] >= shares[me]) =>
+    attend(q, k, v, shares[me][:, None] > shares[me])
+    | a query does not see itself; of its rank's own tokens it sees those up to its own: >=
+shares[me][:, None] >= shares[(me - step) % n] => shares[me] >= shares[(me - step) % n][:, None]
+    | the mask is transposed: queries are its rows, keys its columns
 return out, lse => pass_on(k, ranks); pass_on(v, ranks); return out, lse
     | keys and values are passed on once more after the last step, which nobody needs
 (me - step) % n => (me + step) % n
@@ -144,44 +154,81 @@ n, me = ranks.count, ranks.number =>
 # Zigzag
 
 
-def balance(zigzag: Callable, chunk: int, ranks: int) -> Named:
-    """Check that each rank has two chunks in order; return how much each has to compute."""
-    shares = [*zigzag(2 * ranks * chunk, ranks)]
-    for share in shares:
-        if not isinstance(share, Tensor):
-            raise TypeError(f"a rank's share must be a tensor of tokens' numbers, got {share!r}")
-    pairs = context.visible_pairs([share.sort().values for share in shares])
-    return Named(
-        {
-            "tokens of all ranks": sorted(torch.cat(shares).tolist()),
-            "tokens of each rank": [len(share) for share in shares],
-            "rank whose tokens are out of order": next(
-                (rank for rank, share in enumerate(shares) if (share.diff() < 0).any()), "none"
-            ),
-            "chunks of a rank": AtMost(max(1 + int((one.diff() != 1).sum()) for one in shares)),
-            "visible pairs of each rank": [sum(steps) for steps in zip(*pairs)],
-            "visible pairs of each rank, step by step": pairs,
-        }
-    )
+def drawn_chunks(generator: random.Random, size: int) -> tuple[int, int, int]:
+    """The tokens of a chunk, the width of a head, and the ranks."""
+    load_dispatch()
+    return generator.randint(1, 1 + size // 4), generator.choice([2, 3]), generator.randint(2, 4)
 
 
-zigzag = exercise(
-    "warm-up", {"chunk": ints(1, 4), "ranks": ints(2, 4)}, harness=balance, trials=24
-)(context.zigzag)
-zigzag.mistakes = """
-chunks[-1 - rank] => chunks[ranks + rank]
-    | the rank with the latest chunk of the first half has the latest of the second, too; pair the
-    earliest with the latest
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.cat([chunks[-1 - rank], chunks[rank]])
-    | the later chunk comes first; return a rank's tokens in order
-chunks[-1 - rank] => chunks[-rank]
-    | the last chunk is number -1, and -0 is the first
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.cat([chunks[2 * rank], chunks[2 * rank + 1]])
-    | each rank has neighboring tokens; the later they are, the more keys they see
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.arange(rank, tokens, ranks)
-    | tokens are dealt out one by one, so a later rank sees one more key in each of its rows
-torch.cat([chunks[rank], chunks[-1 - rank]]) => torch.tensor([rank, 2 * ranks - 1 - rank])
-    | these are the numbers of chunks; return those of tokens
+def around_in_zigzag(ring: Callable, chunk: int, head_dim: int, ranks: Threads) -> Named:
+    """Run a zigzag ring on one rank; return its results, what it sends and what it computes."""
+    generator = random.Random(chunk + ranks.count)
+    q, k, v = whole_numbers(generator, 3, 2 * ranks.count * chunk, head_dim).double() / 4
+    mine = context.zigzag(len(q), ranks.count)[ranks.number]
+    with FlopCounterMode(display=False) as counter:
+        result = ring(q[mine], k[mine], v[mine], ranks)
+    if isinstance(result, Tensor):
+        raise TypeError("return two tensors, the output and the log-sum-exps, got one")
+    found = Named(out=result[0], lse=result[1])
+    found["elements that it sends"] = AtMost(ranks.elements_sent)
+    # a score and its part of the output are 2 · head_dim FLOPs each
+    found["scores that it computes"] = AtMost(counter.get_total_flops() / 4 / head_dim)
+    return found
+
+
+zigzag_ring = exercise(
+    "core",
+    drawn_chunks,
+    harness=around_in_zigzag,
+    ranks=True,
+    collectives=("send",),
+    processes=4,
+    trials=12,
+)(context.zigzag_ring)
+zigzag_ring.mistakes = """
+(me - step) % n < me => (me - step) % n > me
+    | the two cases are swapped: a lower rank's early chunk comes before all of your tokens
+(me - step) % n < me => (me + step) % n < me
+    | keys move on to the next rank, so those that arrive in step s began s ranks before this one
+(me - step) % n < me => step < me
+    | in step s the keys are taken for those of rank s; they began s ranks before this one
+attend(q, k[:half], v[:half]) => attend(q, k[half:], v[half:])
+    | a lower rank's late chunk is taken, which comes after all of your tokens; take its early one
+attend(q[half:], k, v) => attend(q[:half], k, v)
+    | your early queries are given a higher rank's keys, all of which come after them
+attend(q[half:], k, v) => attend(q[half:], k[:half], v[:half])
+    | only a higher rank's early chunk is seen; both of its chunks come before your late one
+attend(q[half:], k, v) => attend(q[half:], k[half:], v[half:])
+    | only a higher rank's late chunk is seen; both of its chunks come before your late one
+if (me - step) % n < me: => if True:
+    | all others are taken for lower ranks; a higher one's keys come after your early chunk
+merge(out, lse, *attend(q, k[:half], v[:half])) => merge(out, lse, *attend(q, k, v))
+    | both chunks of a lower rank are seen; its late one comes after all of your tokens
+late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) => late = attend(q[half:], k, v)
+    | what the late queries have so far is replaced by what they see now; merge them
+torch.cat([lse[:half], late[1]]) => lse
+    | the merged log-sum-exps are dropped, so the next merge weighs with old ones
+k, v = pass_on(k, ranks), pass_on(v, ranks) => new_k, new_v = pass_on(k, ranks), pass_on(v, ranks)
+    && k[:half], v[:half] => new_k[:half], new_v[:half] && q[half:], k, v => q[half:], new_k, new_v
+    | each rank sends its own keys again and again; pass on what has arrived
+range(1, n) => range(1, n - 1)
+    | there is one step too few: keys move on n - 1 times to be on every rank
+return out, lse => pass_on(k, ranks); pass_on(v, ranks); return out, lse
+    | keys and values are passed on once more after the last step, which nobody needs
+attend(q[half:], k, v) => attend(q[half:], k, v, torch.ones(half, 2 * half).tril().bool())
+    | what arrives is masked as if it were this rank's own; the late queries see all of it
+torch.ones(len(q), len(q), dtype=torch.bool).tril() => None
+    | a rank's own tokens are all seen; mask those that come after a query
+torch.ones(len(q), len(q), dtype=torch.bool).tril() =>
+    torch.ones(len(q), len(q), dtype=torch.bool).triu()
+    | the mask is upside down: a query sees keys that come after it, and none before
+out, lse = merge(out, lse, *attend(q, k[:half], v[:half])) =>
+    out, lse = merge(out, lse, *attend(q, k, v, (torch.arange(len(k)) < half).expand(len(q), -1)))
+    && late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) =>
+    seen = (torch.arange(len(q)) >= half)[:, None].expand(-1, len(k));
+    late = [x[half:] for x in merge(out, lse, *attend(q, k, v, seen))]
+    | hidden scores are computed and then masked; of a lower rank's keys halve the keys, of a higher
+    rank's the queries
 """
 
 
@@ -195,17 +242,34 @@ def mlp_on_shares(mlp: Callable, rows: int, d_model: int, units: int, ranks: Thr
     x, grad_y = whole_numbers(generator, 2, n * rows, d_model)
     w1 = whole_numbers(generator, n * units, d_model)
     w2 = whole_numbers(generator, d_model, n * units)
+    exchanged = counted_exchanges(ranks)
     y, backward = mlp(x.chunk(n)[me], w1.chunk(n)[me], w2.chunk(n, dim=1)[me], ranks)
     grad_x, grad_w1, grad_w2 = backward(grad_y.chunk(n)[me])
     found = Named(y=y, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)
     # x may be gathered once more in backward instead of kept
-    for kind, most in (("all-gathers", 3), ("reduce-scatters", 2)):
-        found[f"{kind} beyond {most}"] = AtMost(max(0, ranks.calls.get(kind, 0) - most))
+    most = 5 * x.numel()
+    found["elements that it gathers and scatters"] = AtMost(max(most, exchanged["elements"]))
     return found
 
 
+def counted_exchanges(ranks: Threads) -> dict[str, int]:
+    """Count the elements, of all ranks together, that all-gathers and reduce-scatters take."""
+    exchanged, all_gather, reduce_scatter = {"elements": 0}, ranks.all_gather, ranks.reduce_scatter
+
+    def gather(part: Tensor) -> Tensor:
+        exchanged["elements"] += ranks.count * part.numel()
+        return all_gather(part)
+
+    def scatter(whole: Tensor) -> Tensor:
+        exchanged["elements"] += whole.numel()
+        return reduce_scatter(whole)
+
+    ranks.all_gather, ranks.reduce_scatter = gather, scatter  # type: ignore[method-assign]
+    return exchanged
+
+
 sequence_parallel_mlp = exercise(
-    "optional",
+    "core",
     {
         "rows": ints(1, 4),
         "d_model": choices(2, 3),
@@ -238,6 +302,16 @@ x = gather(x) => own, x = x, gather(x) && grad_h.T @ x => grad_h.T @ own
 grad_h.T @ x, =>
     ranks.reduce_scatter((grad_h.T @ x).flatten().repeat(ranks.count)).view_as(w1),
     | the gradients of w1 are added up over the ranks; other ranks have other hidden units
+x = gather(x) => w1 = gather(w1)
+    && grad_y = gather(grad_y) =>
+    && y = scatter(h.relu() @ w2.T) => whole_w2 = gather(w2.T).T; y = h.relu() @ whole_w2.T
+    && (grad_y @ w2) => (grad_y @ whole_w2)
+    && return scatter(grad_h @ w1), grad_h.T @ x, grad_y.T @ h.relu() =>
+    return grad_h @ w1, scatter(grad_h.T @ x), scatter(h.relu().T @ grad_y).T
+    | the weights travel, as in FSDP; gather tokens, and leave the weights where they are
+grad_y = gather(grad_y) => own, grad_y = grad_y, gather(grad_y)
+    && grad_y.T @ h.relu() => own.T @ h.relu().chunk(ranks.count)[ranks.number]
+    | the gradient of w2 is taken with this rank's tokens; it needs all of them, as gathered
 x = gather(x) => && grad_y = gather(grad_y) => && scatter(h.relu() @ w2.T) => h.relu() @ w2.T
     && scatter(grad_h @ w1) => grad_h @ w1
     | nothing is sent: this rank's tokens need the hidden units of all ranks

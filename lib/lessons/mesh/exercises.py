@@ -1,8 +1,7 @@
-"""Exercises of notebook 11: the stages of a pipeline, its schedules, and the groups of a mesh."""
+"""Exercises of notebook 11: the stages of a pipeline and its schedules."""
 
 from __future__ import annotations
 
-import math
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,9 +18,9 @@ from lib.lessons.mesh.context_exercises import (  # noqa: F401  (found by name)
     merge,
     ring_attention,
     sequence_parallel_mlp,
-    zigzag,
+    zigzag_ring,
 )
-from lib.lessons.mesh.schedules import Event, Played, play
+from lib.lessons.mesh.schedules import Event, Played, most_held, play
 from lib.lessons.ranks import Threads
 
 check, take = check_of(__name__), check_of(__name__, returns=True)
@@ -92,6 +91,10 @@ def run_on_rank(attempt: Callable, schedule: str, micro_batches: int, ranks: Thr
         ids = torch.randint(IDS, (4,), generator=generator)
         data.append((x if ranks.number else ids, target))
     attempt([*events], stage, half_square, data, ranks)
+    runs = sum(one.startswith("F") for one in stage.ran)
+    if runs > micro_batches:
+        words = f"the stage ran {runs} times for {micro_batches} micro-batches"
+        raise ValueError(f"{words}; keep y from the forward pass")
     sent = {
         f"messages to rank {to}": count
         for (way, to), count in sorted(ranks.messages.items())
@@ -123,19 +126,11 @@ def run_on_process(attempt: Callable, ranks: Any) -> Named:
     return Named({name: run_on_rank(attempt, "1F1B", 5, ranks)[name]})
 
 
-def most_held(events: Sequence[Event]) -> int:
-    """The most micro-batches that have gone forward and not yet backward."""
-    held = [0]
-    for kind, *_ in events:
-        held.append(held[-1] + (1 if kind == "forward" else -1))
-    return max(held)
-
-
 @exercise(
     "core",
     {
-        "schedule": choices("GPipe", "1F1B", "GPipe, last first"),
-        "micro_batches": ints(1, 6),
+        "schedule": choices("GPipe", "1F1B", "1F1B", "GPipe, last first"),
+        "micro_batches": ints(1, 8),
         "ranks": ints(2, 4),
     },
     harness=run_on_rank,
@@ -172,8 +167,11 @@ def run_stage(
 
 
 run_stage.mistakes = """
-.requires_grad_() => | what arrives asks for no gradient, so there is none to send back;
-    requires_grad_() makes it a leaf
+.requires_grad_() => | there is no gradient to send back: x must be a leaf that asks for one, by
+    requires_grad_(), and x.grad is what the stage before gets
+x = ranks.receive(me - 1, like=x).requires_grad_() =>
+    ranks.receive(me - 1, like=x); x.requires_grad_()
+    | what is received is dropped: `receive` returns a new tensor, and does not fill `like`
 y = stage(x) => x.requires_grad_(); y = stage(x)
     | the first stage asks for a gradient of token ids; only what is received needs one
 like=y) if me < last => like=x) if me < last
@@ -185,7 +183,8 @@ ranks.send(x.grad, me - 1) => pass
     | the first stage sends a gradient back, too, but there is no stage before it; send `if me > 0`
 held.pop(i) => held[i] | outputs stay held after their backward pass; take them out, with pop
 , {} => , {}; kept = [] && held[i] = x, y => held[i] = x, y; kept.append(x)
-    | inputs stay held after their backward pass; keep x and y together, and pop both
+    | inputs stay held after their backward pass; keep x and y together, pop both, and don't copy
+    what arrives into the template, which stays
 held[i] = x, y => held[0] = x, y && held.pop(i) => held[0]
     | each forward pass overwrites the x and y of the one before; keep a pair for each micro-batch
 held.pop(i) => held.popitem()[1]
@@ -199,6 +198,8 @@ ranks.send(y, me + 1) => ranks.send(y, me + 1); y = loss(y, target)
 ranks.receive(me + 1, like=y) if me < last else None => *[] if me == last else [torch.ones_like(y)]
     | a stage goes backward from ones, as of `y.sum()`; it goes on from the gradient that the stage
     after it sends
+y = loss(y, target) => y = loss(y, target) / len(micro_batches)
+    | the loss is divided by the number of micro-batches; here gradients add up
 y.backward( => stage.zero_grad(); y.backward(
     | gradients of earlier micro-batches are dropped; they add up
 """
@@ -274,6 +275,8 @@ min(ranks - 1 - rank, micro_batches) => ranks - 1 - rank
     | forward i is followed by backward i, whose gradient is not back yet; the oldest goes backward
 ("forward", i), ("backward", i - ahead)] => ("backward", i - ahead), ("forward", i)]
     | in the steady state backward comes before forward: a stage that waits has nothing to do
+range(micro_batches - ahead, micro_batches) => reversed(range(micro_batches - ahead, micro_batches))
+    | at the end the newest goes backward first; its gradient comes last, so the oldest goes first
 micro_batches - ahead, micro_batches) => micro_batches, micro_batches)
     | the micro-batches of the warm-up never go backward
 """
@@ -287,75 +290,6 @@ def gpipe_orders(ranks: int, micro_batches: int) -> list[list[Event]]:
 def one_f_one_b_orders(ranks: int, micro_batches: int) -> list[list[Event]]:
     """1F1B on each stage."""
     return [one_f_one_b.solve(rank, ranks, micro_batches) for rank in range(ranks)]
-
-
-def draw_orders(generator: random.Random, size: int) -> tuple:
-    """Orders of two to four stages, right ones and such as hang, and milliseconds."""
-    ranks, micro_batches = generator.randint(2, 2 + size // 7), generator.randint(1, 2 + size // 3)
-    make = generator.choice([gpipe_orders, one_f_one_b_orders, one_f_one_b_orders])
-    orders = make(ranks, micro_batches)
-    if generator.random() < 0.4:
-        # two events of a stage change places
-        events = generator.choice(orders)
-        one, other = generator.randrange(len(events)), generator.randrange(len(events))
-        events[one], events[other] = events[other], events[one]
-    return orders, generator.choice([1.0, 2.0]), generator.choice([1.0, 3.0])
-
-
-def times_apart(yours: Any, expected: Any) -> str:
-    """How two times of a step differ, where None says that its stages hang."""
-    if yours is None and expected is not None:
-        return f"yours is None, as of stages that hang; these take {expected:g} ms"
-    if expected is None and isinstance(yours, (int, float)):
-        return f"yours {yours:g} ms, but these stages hang: return None"
-    return first_difference(yours, expected) or ""
-
-
-@exercise("optional", draw_orders, describe=times_apart, trials=60)
-def step_ms(
-    orders: Sequence[Sequence[Event]], forward_ms: float, backward_ms: float
-) -> float | None:
-    last, done = len(orders) - 1, {}
-    now, left = [0.0] * len(orders), [list(events) for events in orders]
-    moved = True
-    while moved:
-        moved = False
-        for stage, events in enumerate(left):
-            if not events:
-                continue
-            kind, i = events[0]
-            if kind == "forward":
-                needs = (kind, i, stage - 1) if stage > 0 else None
-            else:
-                needs = (kind, i, stage + 1) if stage < last else ("forward", i, stage)
-            if needs is None or needs in done:
-                start = max(now[stage], done.get(needs, 0.0))
-                now[stage] = start + (forward_ms if kind == "forward" else backward_ms)
-                done[kind, i, stage] = now[stage]
-                events.pop(0)
-                moved = True
-    return None if any(left) else max(now)
-
-
-step_ms.mistakes = """
-max(now[stage], done.get(needs, 0.0)) => now[stage]
-    | an event starts when its stage is free, without waiting for what it receives
-while moved: => for moved in [True]:
-    | each stage is looked at once; go around them again as long as any event can run
-max(now[stage], done.get(needs, 0.0)) => done.get(needs, now[stage])
-    | an event starts when what it receives is there, though its own stage may still be busy
-max(now[stage], done.get(needs, 0.0)) => done.get(needs, 0.0)
-    | a stage runs several events at once; it starts one when it is free *and* has what it needs
-None if any(left) else max(now) => max(now)
-    | stages that wait for one another forever are not noticed; return None
-else max(now) => else sum(now) | the stages' times are added up; they run at the same time
-(kind, i, stage + 1) if stage < last => ("forward", i, stage) if stage < last
-    | backward does not wait for the gradient from the next stage
-forward_ms if kind == "forward" else backward_ms => forward_ms
-    | backward takes as long as forward
-else ("forward", i, stage) => else None
-    | the last stage may go backward before it went forward
-"""
 
 
 # Interleaved stages
@@ -425,42 +359,4 @@ min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, total) => min(ranks - 1 - ran
     | the warm-up is that of one chunk; the first backward pass needs a forward pass of all chunks
 divmod(within, ranks) => divmod(within, chunks)[::-1]
     | a micro-batch goes through all chunks before the next one starts, so ranks wait for it
-"""
-
-
-# A mesh
-
-
-def groups_as_lists(attempt: Callable, rank: int, sizes: Sequence[int]) -> Any:
-    """The groups, where tensors and ranges are as good as lists."""
-    groups = attempt(rank, tuple(sizes))
-    return [group.tolist() if isinstance(group, Tensor) else [*group] for group in groups]
-
-
-def draw_mesh(generator: random.Random, size: int) -> tuple:
-    """A rank of a mesh of two or three axes of different sizes."""
-    axes = generator.randint(2, 2 + size // 8)
-    sizes = [generator.randint(2, 2 + size // 5) for _ in range(axes)]
-    return generator.randrange(math.prod(sizes)), tuple(sizes)
-
-
-@exercise("warm-up", draw_mesh, harness=groups_as_lists, trials=60)
-def groups_of(rank: int, sizes: Sequence[int]) -> list[list[int]]:
-    groups, stride = [], math.prod(sizes)
-    for size in sizes:
-        stride //= size
-        first = rank - rank // stride % size * stride
-        groups.append([first + i * stride for i in range(size)])
-    return groups
-
-
-groups_of.mistakes = """
-stride //= size => stride = math.prod(sizes[: len(groups)])
-    | neighbors in rank are put on the first axis; the last axis is the one that runs fastest
-return groups => return groups[::-1] | the groups are in the reverse order of the axes
-rank - rank // stride % size * stride => rank // (size * stride) * size * stride
-    | groups begin with the first rank of a block, and leave out where this rank is on later axes
-first + i * stride => first + i | a group has consecutive ranks; only those of the last axis are
-first = rank - rank // stride % size * stride => first = 0
-    | each group is that of rank 0
 """

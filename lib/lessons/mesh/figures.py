@@ -1,17 +1,13 @@
-"""Figures of notebook 11: the schedules of a pipeline."""
+"""Figures of notebook 11: the schedules of a pipeline, and what the ranks of a ring compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib import pyplot as plt
-from matplotlib.patches import Patch
 
-from lib.core.figures import BLUE, GRAY, INK, PAPER
-
-COLORS = {"forward": GRAY, "backward": BLUE}
-# numbers on the dark ones are light
-WORDS = {"forward": INK, "backward": PAPER}
+from lib.core.charts import gantt
+from lib.core.figures import BLUE, GRAY, ORANGE
 
 
 def show_schedules(steps: Mapping[str, Iterable[tuple[int, str, int, float, float]]]) -> None:
@@ -20,28 +16,42 @@ def show_schedules(steps: Mapping[str, Iterable[tuple[int, str, int, float, floa
     Args:
         steps: name -> (stage, kind, micro-batch, start, end) of each event, in milliseconds.
     """
-    steps = {name: list(spans) for name, spans in steps.items()}
-    stages = 1 + max(span[0] for spans in steps.values() for span in spans)
-    end = max(span[4] for spans in steps.values() for span in spans)
-    figure, grid = plt.subplots(
-        nrows=len(steps),
-        sharex=True,
-        squeeze=False,
-        figsize=(9.5, len(steps) * (0.8 + 0.32 * stages) + 0.5),
-    )
-    for axes, (name, spans) in zip(grid[:, 0], steps.items()):
-        for stage, kind, number, start, stop in spans:
-            style = {"color": COLORS[kind], "edgecolor": "white", "height": 0.9}
-            axes.barh(stage, stop - start, left=start, **style)
-            if stop - start > 0.015 * end:
-                words = {"color": WORDS[kind], "ha": "center", "va": "center", "fontsize": 9}
-                axes.text((start + stop) / 2, stage, number, **words)
-        axes.set_yticks(range(stages))
-        # the first stage on top
-        axes.set(ylim=(stages - 0.5, -0.5), xlim=(0, 1.01 * end), ylabel="stage")
-        axes.grid(visible=False, axis="y")
-        axes.set_title(name, fontsize=11)
-    grid[-1, 0].set_xlabel("time from the start of the step (ms)")
-    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
-    figure.legend(handles=handles, ncols=2, fontsize=9, loc="outside lower center")
+    panels: dict[str, dict[str, list]] = {}
+    for name, spans in steps.items():
+        lanes = panels[name] = {}
+        for stage, kind, number, start, end in sorted(spans, key=lambda span: (span[0], span[3])):
+            lanes.setdefault(f"stage {stage}", []).append((start, end, kind, number))
+    _show(panels, "time from the start of the step (ms)", {"forward": GRAY, "backward": BLUE})
+
+
+def show_work(pairs: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Draw what each rank of a ring computes; a box is a step, its number that of the step.
+
+    Args:
+        pairs: name -> the visible pairs of each step, and in it of each rank.
+    """
+    panels = {}
+    for name, steps in pairs.items():
+        equal, lanes = sum(map(sum, steps)) / len(steps[0]), {}
+        for rank, counts in enumerate(zip(*steps)):
+            ends = [sum(counts[: step + 1]) / equal for step in range(len(counts))]
+            kinds = ["own keys", *["keys of others"] * (len(counts) - 1)]
+            lanes[f"rank {rank}"] = [*zip([0.0, *ends], ends, kinds, range(len(counts)))]
+        most = max(lane[-1][1] for lane in lanes.values())
+        panels[f"{name}: the busiest rank has {most:.2f} equal shares"] = lanes
+    colors = {"own keys": ORANGE, "keys of others": BLUE}
+    _show(panels, "visible pairs, in equal shares; a box is a step of the ring", colors)
+
+
+def _show(panels: Mapping[str, Mapping], xlabel: str, colors: Mapping[str, str]) -> None:
+    """Draw lanes of boxes for each title, over a common axis."""
+    end = max(box[1] for lanes in panels.values() for lane in lanes.values() for box in lane)
+    rows = sum(0.8 + 0.32 * len(lanes) for lanes in panels.values())
+    _, grid = plt.subplots(nrows=len(panels), sharex=True, squeeze=False, figsize=(9.5, rows + 0.5))
+    styles = {kind: {"color": color} for kind, color in colors.items()}
+    for (title, lanes), axes in zip(panels.items(), grid[:, 0]):
+        is_last = axes is grid[-1, 0]
+        label, legend = (xlabel, "below") if is_last else ("", "none")
+        common: dict = {"axes": axes, "span": (0, 1.01 * end), "styles": styles}
+        gantt(lanes, title=title, xlabel=label, legend=legend, **common)
     plt.show()

@@ -61,9 +61,7 @@ def record_mesh_steps(
     Raises:
         ValueError: there is one rank only, or the blocks are no multiple of the ranks.
     """
-    ranks, layers = world_size(), model_preset(model).num_layers
-    require(ranks > 1, "lessons mesh-steps must run on several ranks, started by torchrun")
-    require(layers % ranks == 0, f"ranks must divide the {layers} blocks of {model}, got {ranks}")
+    require(world_size() > 1, "lessons mesh-steps must run on several ranks, started by torchrun")
     pipeline = Pipeline(model, sequences, context_length)
     for count in micro_batches:
         _append(path, pipeline.measure(count), pipeline.config | {"micro_batches": count})

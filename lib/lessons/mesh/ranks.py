@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from lib.ddp.launcher import launch
 from lib.lessons.mesh.schedules import Event
 from lib.lessons.mesh.toys import HIDDEN, Stage, loss_of, micro_batch
-from lib.lessons.ranks import Processes, Threads, run_on_threads
-from lib.lessons.sending import function_of, parcel_of
+from lib.lessons.ranks import Processes, Threads, run_on_processes, run_on_threads
 from lib.lessons.simulated_network import BACKEND, Network
 from lib.profiling.collectives import Link
 
@@ -59,34 +59,32 @@ def run_on_ranks(
         WorkerError: a rank failed.
     """
     times = {"forward": forward_ms / 1e3, "backward": backward_ms / 1e3}
-    job = (parcel_of(run_stage), [list(events) for events in orders], micro_batches, times)
-    return launch(_run, len(orders), *job, backend=BACKEND, options=network)
+    job = functools.partial(_run, run_stage, orders, micro_batches, times)
+    return run_on_processes(job, len(orders), backend=BACKEND, options=network)
 
 
 def _run(
-    parcel: bytes,
+    run_stage: Callable,
     orders: Sequence[Sequence[Event]],
     micro_batches: int,
     times: dict[str, float],
+    ranks: Processes,
 ) -> Ran:
-    ranks = Processes()
-    me = ranks.number
-    stage, spans, saved = Stage(me, ranks.count), [], SavedBytes()
-    data = _data(me, micro_batches)
+    me, data = ranks.number, _data(ranks.number, micro_batches)
+    stage, spans = Stage(me, ranks.count), []
+    saved = SavedBytes(stage.parameters())
 
-    def timed(x: Tensor) -> Tensor:
-        saved.note()
-        return Busy.apply(stage(x), times, spans, saved)
+    # it stays a module, whose parameters a reader may ask for
+    stage.register_forward_pre_hook(lambda *_: saved.note())
+    stage.register_forward_hook(lambda _, x, y: Busy.apply(y, times, spans, saved))
 
     def noted_loss(logits: Tensor, targets: Tensor) -> Tensor:
         loss = loss_of(logits, targets)
         saved.note()
         return loss
 
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        saved.ignore(stage.parameters())
-        function_of(parcel)(list(orders[me]), timed, noted_loss, data, ranks)
-    ranks.wait_for_messages()
+    with saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+        run_stage([*orders[me]], stage, noted_loss, data, ranks)
     named = [(me, *event, *span) for event, span in zip(orders[me], spans)]
     gradients = [param.grad for param in stage.parameters()]
     return Ran(gradients, named, saved.most, saved.first)  # type: ignore[arg-type]
@@ -166,41 +164,23 @@ def _compute(kind: str, times: dict[str, float], spans: list) -> None:
 class SavedBytes:
     """Counts the bytes that autograd holds for backward, but for parameters."""
 
-    def __init__(self) -> None:
-        # address of a tensor's memory -> its bytes, and how many saved tensors are in it
-        self.held: dict[int, list[int]] = {}
-        self.ignored: set[int] = set()
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.ignored = {param.untyped_storage().data_ptr() for param in parameters}
+        self.alive: weakref.WeakSet[Saved] = weakref.WeakSet()
         self.most = self.first = 0
-
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out what is held anyway."""
-        self.ignored |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def note(self) -> None:
         """Note what is held between two events."""
-        now = sum(num_bytes for num_bytes, _ in self.held.values())
-        self.first = self.first or now
-        self.most = max(self.most, now)
+        memories = [saved.tensor.untyped_storage() for saved in self.alive]
+        # several tensors may be in the same memory
+        held = {memory.data_ptr(): memory.nbytes() for memory in memories}
+        now = sum(num_bytes for place, num_bytes in held.items() if place not in self.ignored)
+        self.first, self.most = self.first or now, max(self.most, now)
 
     def pack(self, tensor: Tensor) -> Saved:
         """Count a tensor that autograd saves; return what it keeps instead."""
-        saved, memory = Saved(tensor), tensor.untyped_storage()
-        address = memory.data_ptr()
-        if address not in self.ignored:
-            self.held.setdefault(address, [memory.nbytes(), 0])[1] += 1
-            weakref.finalize(saved, self.release, address)
+        self.alive.add(saved := Saved(tensor))
         return saved
-
-    def release(self, address: int) -> None:
-        """Forget a saved tensor."""
-        self.held[address][1] -= 1
-        if not self.held[address][1]:
-            del self.held[address]
-
-    @staticmethod
-    def unpack(saved: Saved) -> Tensor:
-        """The tensor itself."""
-        return saved.tensor
 
 
 class Saved:

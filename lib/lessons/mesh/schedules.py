@@ -7,24 +7,13 @@ depth. A forward pass needs the one before it in depth, a backward pass the one 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 # ("forward", micro_batch) or ("backward", micro_batch, chunk).
 Event = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Span:
-    """An event on a stage; start and end in milliseconds."""
-
-    stage: int
-    kind: str
-    micro_batch: int
-    chunk: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -40,12 +29,11 @@ class Played:
     held: tuple[int, ...]
     """The most micro-batches (times chunks) whose activations a stage holds at once."""
 
-    spans: tuple[Span, ...]
 
-    def idle_share(self) -> float:
-        """The part of all stages' time in which they compute nothing."""
-        busy = sum(span.end - span.start for span in self.spans)
-        return 1 - busy / (len(self.held) * self.ms)
+def most_held(events: Sequence[Event]) -> int:
+    """The most micro-batches that have gone forward and not yet backward."""
+    steps = (1 if kind == "forward" else -1 for kind, *_ in events)
+    return max(itertools.accumulate(steps, initial=0))
 
 
 def play(
@@ -62,90 +50,53 @@ def play(
         orders: the events of each stage.
         forward_ms, backward_ms: of one micro-batch on one chunk.
     """
-    step = _Step(orders, micro_batches, {"forward": forward_ms, "backward": backward_ms}, chunks)
-    fault = step.fault_of_events() or step.run()
-    return Played(fault or "nothing", max(step.now, default=0.0), tuple(step.most), step.spans_())
+    ranks, costs = len(orders), {"forward": forward_ms, "backward": backward_ms}
+    if fault := _fault_of_events(orders, micro_batches, chunks):
+        return Played(fault, 0.0, (0,) * ranks)
+    now, left = [0.0] * ranks, [[(*event, 0)[:3] for event in events] for events in orders]
+    # (kind, micro-batch, depth) -> when it was done
+    done: dict[Event, float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, events in enumerate(left):
+            while events:
+                kind, number, chunk = events[0]
+                depth = chunk * ranks + stage
+                needed = _needed(kind, number, depth, ranks * chunks)
+                if needed is not None and needed not in done:
+                    break
+                start = max(now[stage], done.get(needed, 0.0))  # type: ignore[arg-type]
+                now[stage] = done[kind, number, depth] = start + costs[kind]
+                events.pop(0)
+                moved = True
+    stuck = [f"stage {n} at {_words(events[0], chunks)}" for n, events in enumerate(left) if events]
+    fault = f"the stages wait for one another forever: {', '.join(stuck)}" if stuck else "nothing"
+    return Played(fault, max(now, default=0.0), tuple(most_held(events) for events in orders))
 
 
-@dataclass
-class _Step:
-    orders: Sequence[Sequence[Event]]
-    micro_batches: int
-    costs: dict[str, float]
-    chunks: int
-    spans: list[Span] = field(default_factory=list)
+def _fault_of_events(orders: Sequence[Sequence[Event]], micro_batches: int, chunks: int) -> str:
+    """Name an event that is unknown, missing or done twice."""
+    kinds = ("forward", "backward")
+    for stage, events in enumerate(orders):
+        wanted = {*itertools.product(kinds, range(micro_batches), range(chunks))}
+        for event in events:
+            try:
+                wanted.remove((*event, 0)[:3])
+            except (KeyError, TypeError):
+                return f"stage {stage}: {event!r} is unknown, or comes twice"
+        if wanted:
+            return f"stage {stage}: {_words(min(wanted), chunks)} is missing"
+    return ""
 
-    def __post_init__(self) -> None:
-        self.ranks = len(self.orders)
-        self.now, self.next = [0.0] * self.ranks, [0] * self.ranks
-        self.held, self.most = [0] * self.ranks, [0] * self.ranks
-        # (kind, micro-batch, depth) -> when it was done
-        self.done: dict[tuple[str, int, int], float] = {}
 
-    def spans_(self) -> tuple[Span, ...]:
-        return tuple(self.spans)
-
-    def depth(self, stage: int, event: Event) -> tuple[str, int, int]:
-        kind, micro_batch, chunk = (*event, 0)[:3]
-        return kind, micro_batch, chunk * self.ranks + stage
-
-    def fault_of_events(self) -> str:
-        """Name events that are unknown, missing or done twice."""
-        for stage, events in enumerate(self.orders):
-            wanted = {
-                (kind, number, chunk)
-                for kind in self.costs
-                for number in range(self.micro_batches)
-                for chunk in range(self.chunks)
-            }
-            for event in events:
-                try:
-                    wanted.remove((*event, 0)[:3])
-                except (KeyError, TypeError):
-                    return f"stage {stage}: {event!r} is unknown, or comes twice"
-            if wanted:
-                return f"stage {stage}: {_words(min(wanted), self.chunks)} is missing"
-        return ""
-
-    def needed(self, stage: int, event: Event) -> tuple[str, int, int] | None:
-        """Return the event that must be done before this one, or None."""
-        kind, number, depth = self.depth(stage, event)
-        if kind == "forward":
-            return (kind, number, depth - 1) if depth else None
-        if depth == self.ranks * self.chunks - 1:
-            return "forward", number, depth
-        return kind, number, depth + 1
-
-    def run(self) -> str:
-        """Run all events; return who waits for whom where the stages can't go on."""
-        moved = True
-        while moved:
-            moved = False
-            for stage, events in enumerate(self.orders):
-                while self.next[stage] < len(events) and self._runs(stage, events):
-                    moved = True
-        stuck = [
-            f"stage {stage} at {_words(events[self.next[stage]], self.chunks)}"
-            for stage, events in enumerate(self.orders)
-            if self.next[stage] < len(events)
-        ]
-        return f"the stages wait for one another forever: {', '.join(stuck)}" if stuck else ""
-
-    def _runs(self, stage: int, events: Sequence[Event]) -> bool:
-        event = events[self.next[stage]]
-        needed = self.needed(stage, event)
-        if needed is not None and needed not in self.done:
-            return False
-        kind, number, depth = self.depth(stage, event)
-        start = max(self.now[stage], self.done.get(needed, 0.0))  # type: ignore[arg-type]
-        self.now[stage] = self.done[kind, number, depth] = start + self.costs[kind]
-        self.next[stage] += 1
-        self.held[stage] += 1 if kind == "forward" else -1
-        self.most[stage] = max(self.most[stage], self.held[stage])
-        self.spans.append(Span(stage, kind, number, depth // self.ranks, start, self.now[stage]))
-        return True
+def _needed(kind: str, number: int, depth: int, depths: int) -> Event | None:
+    """The event that must be done before this one, or None."""
+    if kind == "forward":
+        return (kind, number, depth - 1) if depth else None
+    return (kind, number, depth + 1) if depth < depths - 1 else ("forward", number, depth)
 
 
 def _words(event: Event, chunks: int) -> str:
-    chunk = f" of chunk {(*event, 0)[2]}" if chunks > 1 else ""
+    chunk = f" of chunk {event[2]}" if chunks > 1 else ""
     return f"{event[0]} {event[1]}{chunk}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lib.core.settings import require
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 
@@ -27,12 +25,18 @@ def language_model() -> TransformerLM:
 
 
 class Stage(nn.Module):
-    """An equal share of the blocks; the first stage embeds, the last one has norm and head."""
+    """An equal share of the blocks; the first stage embeds, the last one has norm and head.
+
+    Raises:
+        ValueError: the stages don't divide the blocks.
+    """
 
     def __init__(self, number: int, count: int, model: TransformerLM | None = None) -> None:
         super().__init__()
         model = model or language_model()
-        share = model.config.num_layers // count
+        layers = model.config.num_layers
+        require(layers % count == 0, f"stages must divide the {layers} blocks, got {count}")
+        share = layers // count
         self.embedding = model.token_embeddings if number == 0 else nn.Identity()
         self.blocks = model.layers[number * share : (number + 1) * share]
         last = [model.ln_final, model.lm_head] if number == count - 1 else []
@@ -67,72 +71,38 @@ def gradients_alone(micro_batches: int) -> list[Tensor]:
     return [param.grad for param in model.parameters()]  # type: ignore[misc]
 
 
-class Enter(torch.autograd.Function):
-    """Notebook 10's, with a group: the same input on its ranks; gradients of copies add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return add_up(grad, ctx.group), None
-
-
-class Leave(torch.autograd.Function):
-    """Notebook 10's, with a group: the sum of its ranks' outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
-        return add_up(y, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def add_up(tensor: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks of a group."""
-    total = tensor.clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-# Widths of a block, and the rows of a rank in a step.
-WIDTH, INNER, ROWS = 8, 24, 5
+# Widths of a block, and the tokens of a data-parallel rank in a step.
+WIDTH, INNER, TOKENS = 8, 24, 6
 
 
 class Block(nn.Module):
-    """x + W2 relu(W1 x), (rows, WIDTH) -> the same; `up` is W1 and `down` W2."""
+    """x + W2 relu(W1 norm(x)), (tokens, WIDTH) -> the same; `up` is W1 and `down` W2."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
+        self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, INNER, bias=False)
         self.down = nn.Linear(INNER, WIDTH, bias=False)
-        for weight in self.parameters():
-            weight.data = torch.randn(weight.shape, generator=generator) / 3
+        for linear in (self.up, self.down):
+            linear.weight.data = torch.randn(linear.weight.shape, generator=generator) / 3
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
+        return x + self.down(self.up(self.norm(x)).relu())
 
 
-def rows_of(step: int, first: int, last: int) -> Tensor:
-    """Inputs and targets of the data-parallel ranks from `first` to before `last`."""
-    parts = []
-    for number in range(first, last):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        parts.append(torch.randn(2, ROWS, WIDTH, generator=generator))
-    return torch.cat(parts, dim=1)  # (2, rows, WIDTH)
+def tokens_of(step: int, dp: int) -> Tensor:
+    """Inputs and targets of a data-parallel rank, (2, TOKENS, WIDTH)."""
+    generator = torch.Generator().manual_seed(100 * step + dp)
+    return torch.randn(2, TOKENS, WIDTH, generator=generator)
 
 
 def train_block_alone(steps: int, ranks: int) -> list[Tensor]:
-    """Train a block in one process on the rows of all ranks; return W1 and W2."""
+    """Train a block in one process on the tokens of all ranks; return gain, W1 and W2."""
     block = Block()
-    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
     for step in range(steps):
-        x, target = rows_of(step, 0, ranks)
+        x, target = torch.cat([tokens_of(step, dp) for dp in range(ranks)], dim=1)
         (block(x) - target).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -72,8 +72,24 @@ def draw_logits(generator: random.Random, size: int) -> tuple:
     return logits, torch.tensor([generator.randrange(vocab_size) for _ in range(len(logits))])
 
 
+class NoTableOfPairs(TorchFunctionMode):
+    """Raises ValueError where (n, 1) meets (n,), which gives n x n: its mean is right by luck."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
+        if len(shapes) == 2 and {*map(len, shapes)} == {1, 2} and math.prod(map(sum, shapes)) > 2:
+            n = max(shapes, key=len)[0]
+            if {*shapes} == {(n,), (n, 1)} and tuple(result.shape) == (n, n):
+                raise ValueError(
+                    f"shapes {shapes[0]} and {shapes[1]} make a table of {n} x {n}, whose mean is "
+                    "right by luck; sum without `keepdim=True`"
+                )
+        return result
+
+
 def loss_by_hand(attempt: Callable, logits: Tensor, targets: Tensor) -> Any:
-    with Without(F.cross_entropy):
+    with Without(F.cross_entropy), NoTableOfPairs():
         return in_a_model(attempt, logits, targets)
 
 
@@ -114,6 +130,8 @@ def draw_pairs(generator: random.Random, size: int) -> tuple:
 def without_autograd(attempt: Callable, weight: Tensor, *pairs: Tensor) -> Named:
     with torch.no_grad(), Without(torch.autograd.grad, Tensor.backward, torch.autograd.backward):
         loss, d_weight = attempt(weight, *pairs)
+    # a number is as good as a tensor
+    loss = torch.tensor(loss) if isinstance(loss, float) else loss
     return Named({"the loss": loss, "the gradient": d_weight})
 
 
@@ -264,6 +282,11 @@ def scaled_by_position(x: Tensor) -> Tensor:
     return x * (1 + torch.arange(length)[:, None] * torch.arange(1, 1 + head_dim) / head_dim)
 
 
+def split_heads(y: Tensor, head_dim: int) -> Tensor:
+    """(batch, length, heads · head_dim) -> (batch, heads, length, head_dim)."""
+    return y.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
 def attention_by_hand(attempt: Callable, x: Tensor, *given: Any) -> Any:
     with Without(F.scaled_dot_product_attention, F.multi_head_attention_forward):
         return in_a_model(attempt, x, *given)
@@ -320,6 +343,15 @@ unflatten(-1, (-1, head_dim)).transpose(1, 2) =>
     | a head takes coordinates that are far apart; it is `head_dim` neighbors: unflatten to
     (heads, head_dim)
 q, k = rope(q), rope(k) => q = rope(q) | only queries go through `rope`; keys do, too
+q, k = rope(q), rope(k) => k, v = rope(k), rope(v)
+    | keys and values go through `rope`; queries and keys do
+q, k = rope(q), rope(k) =>
+    q, k = (rope(y.transpose(1, 2)).transpose(1, 2) for y in (q, k))
+    | `rope` gets the length in front of the heads; move the heads before you call it
+out @ w_out.T => out | `w_out` is forgotten; project with it at the end
+out @ w_out.T => out @ w_out | `w_out` is not transposed; a projection is x @ w.T
+len(w_q) // num_heads => x.shape[-1] // num_heads
+    | head_dim is taken from d_model; it is len(w_q) // num_heads
 split(x @ w_q.T), split(x @ w_k.T), split(x @ w_v.T) =>
     split(rope(x @ w_q.T)), split(rope(x @ w_k.T)), split(x @ w_v.T)
     && q, k = rope(q), rope(k) => pass
@@ -370,6 +402,12 @@ length, head_dim = x.shape[-2:] => (length, head_dim), layout = x.shape[-2:], "h
     | both layouts are rotated in halves; in `pairs`, coordinate 2i goes with 2i + 1
 torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else => | the result of `pairs` comes in
     halves; stack a and b on a last dimension, and flatten
+torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1) =>
+    torch.stack(rotated, -1).flatten(-2)
+    | the result of `halves` comes in pairs; put the halves one behind the other, with `cat`
+length, head_dim = x.shape[-2:] => length, head_dim = x.shape[1], x.shape[-1]
+    | the length is taken from x.shape[1]; it is the last but one, x.shape[-2], as (batch, heads,
+    length, head_dim) has it
 (a * cos - b * sin, a * sin + b * cos) => (a * cos + b * sin, b * cos - a * sin)
     | the rotation goes the other way; (a, b) becomes (a cos - b sin, a sin + b cos)
 torch.arange(0, head_dim, 2) => torch.arange(head_dim // 2)
@@ -391,6 +429,78 @@ a * sin + b * cos) => (a * cos - b * sin) * sin + b * cos)
 cos, sin = angles.cos(), angles.sin() =>
     cos, sin = (torch.cat((f, f), -1)[..., 0::2] for f in (angles.cos(), angles.sin()))
     | in `pairs`, angles are repeated in halves; both coordinates of pair i rotate by angle i
+"""
+
+
+# The order of a block
+
+
+class Weights(dict):
+    """Weights by name that do not fill the page when a check shows them."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors by name>"
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    gate, value = (x @ w13.T).chunk(2, dim=-1)
+    return (F.silu(gate) * value) @ w2.T
+
+
+def draw_block(generator: random.Random, size: int) -> tuple:
+    x, *_, num_heads, rope = draw_attention(generator, size)
+    width = num_heads * generator.randint(1, 2)
+    shapes = {
+        "ln1": (width,),
+        "ln2": (width,),
+        "attn.qkv_proj": (3 * width, width),
+        "attn.output_proj": (width, width),
+        "ffn.w13": (6, width),
+        "ffn.w2": (width, 3),
+    }
+    weights = {f"{name}.weight": draw_tensor(generator, *shapes[name]) / 4 for name in shapes}
+    return draw_tensor(generator, *x.shape[:2], width), Weights(weights), num_heads, rope
+
+
+def block_in_a_model(attempt: Callable, x: Tensor, *given: Any) -> Any:
+    return in_a_model(attempt, x, *given)
+
+
+attend = attention.solve
+
+
+@exercise("warm-up", draw_block, harness=block_in_a_model, trials=40)
+def block(
+    x: Tensor, w: dict[str, Tensor], num_heads: int, rope: Callable[[Tensor], Tensor]
+) -> Tensor:
+    qkv, w_out = w["attn.qkv_proj.weight"].chunk(3), w["attn.output_proj.weight"]
+    x = x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope)
+    return x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"])
+
+
+block.mistakes = """
+x + attend => attend | attention overwrites the stream; add to it
+x + swiglu => swiglu | SwiGLU overwrites the stream; add to it
+x + attend => attend && x + swiglu => swiglu | both parts overwrite the stream; add to it
+rms_norm(x, w["ln1.weight"]), *qkv => x, *qkv
+    | attention reads the stream itself; the norm is missing
+rms_norm(x, w["ln2.weight"]), w["ffn => x, w["ffn
+    | SwiGLU reads the stream itself; the norm is missing
+x = x + attend(rms_norm(x, w["ln1.weight"]), => x = rms_norm(x, w["ln1.weight"]); x = x + attend(x,
+    && return x + swiglu(rms_norm(x, w["ln2.weight"]), =>
+    x = rms_norm(x, w["ln2.weight"]); return x + swiglu(x,
+    | the norm changes the stream itself; only what a part reads is normalized
+x = x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope) =>
+    x = rms_norm(x + attend(x, *qkv, w_out, num_heads, rope), w["ln1.weight"])
+    && return x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"]) =>
+    return rms_norm(x + swiglu(x, w["ffn.w13.weight"], w["ffn.w2.weight"]), w["ln2.weight"])
+    | a norm comes after each sum; it comes before each part
+x = x + attend => y = x + attend && return x + swiglu => return y + swiglu
+    | SwiGLU reads the stream as it was before attention; it comes after
 """
 
 

@@ -13,7 +13,9 @@ from lib.lessons.exercise import verdict, whose
 from lib.lessons.model import exercises
 
 NOTEBOOK = "02_model.ipynb"
-NEEDED = ("rms_norm", "rotate", "attention", "swiglu", "init_weights", "transformer")
+NEEDED = ("rms_norm", "rotate", "attention", "swiglu", "block", "init_weights", "transformer")
+# In an order in which each one calls only those before it.
+EXERCISES = ("rotate", "attention", "block")
 
 
 def model_of_notebook_02() -> SimpleNamespace:
@@ -25,11 +27,11 @@ def model_of_notebook_02() -> SimpleNamespace:
     names = read_functions(path)
     if missing := ", ".join(name for name in NEEDED if name not in names):
         raise NameError(f"{path} has no function {missing}; or its cell has a syntax error")
-    for exercise in (exercises.rotate, exercises.attention):
-        name = exercise.solve.__name__
+    for name in EXERCISES:
+        exercise = getattr(exercises, name)
         if not verdict(exercise, names[name]).startswith("right"):
             names[name] = exercise.solve
-    whose(names["rotate"], names["attention"])
+    whose(*(names[name] for name in EXERCISES))
     return SimpleNamespace(**{name: names[name] for name in NEEDED})
 
 

@@ -75,6 +75,9 @@ statistics.median => statistics.mean
 statistics.median => statistics.median_low
     | the lower of the two middle times is returned, as torch.median does; for an even number of
     samples the median is their mean
+statistics.median => statistics.median_high
+    | the upper of the two middle times is returned; for an even number of samples the median is
+    their mean
 times = [] => times, first = [], gpu.clock() && gpu.wait()  # for this run => pass
     && statistics.median(times) => (gpu.wait(), gpu.clock() - first)[1] / samples
     | the device is waited for once after all runs, which gives their mean; wait in each
@@ -127,6 +130,8 @@ for _ in range(rounds): => for order in [[number] * rounds for number in order]:
 times[number].append => times[order.index(number)].append
     | times are kept by the place in the round, not by the function; in every second round these
     differ
+[[] for _ in runs] => [[]] * len(runs)
+    | all functions share one list: `[[]] * n` is n times the same
 clock() - start => clock() | what is kept is the clock, not the time that passed
 in range(rounds) => in range(1) | there is one round; there are `rounds`
 """
@@ -154,6 +159,8 @@ def loop_ms(train: Callable) -> float:
     {"batches": lists(ints(0, 50), 3, 17)},
     harness=on_toy_trainer,
     measure=loop_ms,
+    # a running sum and maximum are right; a GPU that idles while all batches are loaded is not
+    at_most=1.35,
     unit="ms for 20 steps (the toy's clock)",
 )
 def train(gpu: ToyTrainer, batches: Sequence[int]) -> tuple[float, float]:
@@ -169,7 +176,8 @@ gpu.step(gpu.load(batch)) for => gpu.step(gpu.load(batch)).item() for && loss.it
 losses = [gpu.step(gpu.load(batch)) for batch in batches] =>
     losses = [(loss := gpu.step(gpu.load(batch)), n and loss > 0)[0] for n, batch in
     enumerate(batches)]
-    | a comparison inside the loop needs the losses' numbers on the host, from the second step on
+    | from the second step on, the number of a loss is needed on the host inside the loop: by a
+    comparison, or by reading the loss of the step before
 / len(values) => | the mean is a sum; divide by the number of batches
 max( => min( | the smallest loss is returned, not the largest
 loss.item() for => loss for
@@ -224,6 +232,10 @@ diagnose.mistakes = """
 in_matmuls > busy / 2 => len(right) > len(kernels) / 2 | kernels are counted; add up their time
 busy < span / 2 => False
     | the gaps are never looked at; a GPU that idles more than half of the time is launch-bound
+busy < span / 2 => busy < span / 2 and sum(kernel.end - kernel.start for kernel in kernels if
+    category_of(kernel.name) in ("matmul", "attention")) <= busy / 2
+    | matmuls are looked at before the gaps; a GPU that idles more than half of the time is
+    launch-bound, whatever its kernels are
 "compute-bound" if in_matmuls > busy / 2 else "memory-bound" =>
     "memory-bound" if in_matmuls > busy / 2 else "compute-bound"
     | memory and compute are swapped: matmuls and attention wait for arithmetic

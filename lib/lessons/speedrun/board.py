@@ -22,6 +22,8 @@ FOLDER = ROOT / "artifacts/race"
 LEADERBOARD = FOLDER / "LEADERBOARD.md"
 # The chance of a difference between equals from which on nothing is claimed.
 P_VALUE = 0.05
+# Lines of a recipe that a card has room for.
+CHANGES_SHOWN = 22
 Entry = Mapping[str, Any]
 
 
@@ -72,8 +74,11 @@ def tail(t: float, degrees: float) -> float:
 def chance_of_faster(a: Sequence[float], b: Sequence[float]) -> float:
     """The chance that means of `a` lie this far below those of `b` where both are equally fast.
 
-    Welch's t-test, one-sided (Welch 1947, "The generalization of 'Student's' problem").
+    Welch's t-test, one-sided (Welch 1947, "The generalization of 'Student's' problem"). 1 where one
+    of them is a single value.
     """
+    if min(len(a), len(b)) < 2:
+        return 1.0
     parts = [statistics.variance(values) / len(values) for values in (a, b)]
     if sum(parts) == 0:
         return float(statistics.mean(a) >= statistics.mean(b))
@@ -82,8 +87,14 @@ def chance_of_faster(a: Sequence[float], b: Sequence[float]) -> float:
     return tail(t, degrees)
 
 
+def mean_and_interval(values: Sequence[float]) -> str:
+    """The mean with its 95% interval, as "46.6 ± 5.2"; of a single value, the value."""
+    mean = f"{statistics.mean(values):.1f}"
+    return f"{mean} ± {half_width(values):.1f}" if len(values) > 1 else mean
+
+
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95% interval of the mean."""
+    """Half of the 95% interval of the mean of at least two values."""
     low, high = 0.0, 100.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -136,7 +147,7 @@ def board_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "entry": figures["entry"],
-                "seconds": f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f}",
+                "seconds": mean_and_interval(mine),
                 "wall (s)": f"{wall:.1f}",
                 "processor (s)": f"{processor:.1f}",
                 "tokens": f"{statistics.mean(run['tokens'] for run in runs):,.0f}",
@@ -191,23 +202,25 @@ def draw_card(entry: Entry, path: Path) -> Path:
 
     from lib.core.charts import lines
 
-    figures, mine = entry["figures"], times(entry)
+    figures = entry["figures"]
     figure, (left, right) = plt.subplots(ncols=2, figsize=(12, 6.3), width_ratios=[1, 1.1])
     lines(
         {f"seed {run['seed']}": counted(run, clock_of(entry)) for run in figures["runs"]},
         axes=left,
-        title=f"{figures['entry']}: {statistics.mean(mine):.1f} ± {half_width(mine):.1f} s",
+        title=f"{figures['entry']}: {mean_and_interval(times(entry))} s",
         xlabel="seconds",
         ylabel="bits per byte",
         levels={"target": figures["class"]["target"]},
     )
     right.axis("off")
     story = re.sub(r"\s+", " ", figures["runs"][0]["story"])
-    changed = [line[:70] for line in figures["diff"] if line.strip("+- ")][:14]
+    changed = [line[:70] for line in figures["diff"] if line.strip("+- ")]
+    if len(changed) > CHANGES_SHOWN:
+        changed[CHANGES_SHOWN:] = [f"… and {len(changed) - CHANGES_SHOWN} lines more"]
     text = [
         f"{figures['class']['name']} on {machine_of(entry)}",
         "",
-        *textwrap.wrap(textwrap.shorten(story, 420), 70),
+        *textwrap.wrap(textwrap.shorten(story, 600, placeholder=" …"), 70),
     ]
     text += ["", "What differs from the plain recipe:", *changed]
     right.text(0, 1, "\n".join(text), va="top", family="monospace", fontsize=8.5, parse_math=False)

@@ -11,9 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from lib.core.settings import require
-from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, check_of, exercise, report
+from lib.lessons.exercise import NOT_ATTEMPTED, check, check_of, exercise, report
 from lib.lessons.speedrun import ladder
-from lib.lessons.speedrun.board import P_VALUE, chance_of_faster, half_width, read_entries, times
+from lib.lessons.speedrun.board import (
+    P_VALUE,
+    chance_of_faster,
+    mean_and_interval,
+    read_entries,
+    times,
+)
 from lib.lessons.speedrun.commands import keep, own_board, race_source
 from lib.lessons.speedrun.museum import FAULTS
 from lib.lessons.speedrun.race import CLASSES, Recipe, source_of
@@ -37,6 +43,7 @@ def _draw_curve(generator: random.Random, size: int) -> tuple:
     return curve, target
 
 
+@exercise("warm-up", _draw_curve)
 def time_to_target(curve: Sequence[tuple], target: float) -> float | None:
     last_seconds, last_bits = 0.0, None
     for _, seconds, bits in curve:
@@ -49,49 +56,29 @@ def time_to_target(curve: Sequence[tuple], target: float) -> float | None:
     return None
 
 
-TIME_TO_TARGET = Exercise(
-    time_to_target,
-    _draw_curve,
-    {
-        "the time is that of the first point below the target; go back along the line to the point "
-        "before it": ("last_seconds + share * (seconds - last_seconds)", "seconds"),
-        "the time is that of the last point above the target; go on along the line to the point "
-        "after it": ("last_seconds + share * (seconds - last_seconds)", "last_seconds"),
-        "the point half way between the two is taken; go as far as the bits have to fall": (
-            "(last_bits - target) / (last_bits - bits)",
-            "0.5",
-        ),
-        "the share counts from the wrong end": (
-            "(last_bits - target) / (last_bits - bits)",
-            "(target - bits) / (last_bits - bits)",
-        ),
-        "the result is in tokens; the first number of a point is its tokens": (
-            "for _, seconds, bits in",
-            "for seconds, _, bits in",
-        ),
-        "a point that is exactly at the target does not count; it does": (
-            "bits <= target",
-            "bits < target",
-        ),
-        "where the target is never reached, the time of the last point is returned; return None": (
-            "return None",
-            "return last_seconds",
-        ),
-        "a first point that is there already is left out; its seconds count": (
-            "        if bits <= target:\n            if last_bits is None:\n"
-            "                return seconds\n",
-            "        if last_bits is not None and bits <= target < last_bits:\n",
-        ),
-        "a later crossing is taken; the first counts": (
-            "for _, seconds, bits in curve:",
-            "first = [p[2] <= target for p in curve].index(True) if curve[-1][2] <= target else 0\n"
-            "    above = [i for i, p in enumerate(curve) if p[2] > target]\n"
-            "    if first and above[-1] > first:\n"
-            "        curve = curve[above[-1] :]\n"
-            "    for _, seconds, bits in curve:",
-        ),
-    },
-)
+time_to_target.mistakes = """
+last_seconds + share * (seconds - last_seconds) => seconds
+    | the time is that of the first point below the target; go back along the line to the point
+    before it
+last_seconds + share * (seconds - last_seconds) => last_seconds
+    | the time is that of the last point above the target; go on along the line to the point after
+    it
+(last_bits - target) / (last_bits - bits) => 0.5
+    | the point half way between the two is taken; go as far as the bits have to fall
+(last_bits - target) / (last_bits - bits) => (target - bits) / (last_bits - bits)
+    | the share counts from the wrong end
+for _, seconds, bits in => for seconds, _, bits in
+    | the result is in tokens; the first number of a point is its tokens
+bits <= target => bits < target
+    | a point that is exactly at the target does not count; it does
+return None => return last_seconds
+    | where the target is never reached, the time of the last point is returned; return None
+return seconds => continue
+    | a first point that is there already is left out; its seconds count
+in curve: =>
+    in curve[max((i for i, p in enumerate(curve) if p[2] > target >= curve[-1][2]), default=0) :]:
+    | a later crossing is taken; the first counts
+"""
 
 
 # 2. Run to the target
@@ -167,6 +154,7 @@ def _draw_run(generator: random.Random, size: int) -> tuple:
     return (ToyRace(steps, target, every, generator.choice([2 * total, total / 2])),)
 
 
+@exercise("core", _draw_run)
 @on_toys
 def run_to_target(recipe: Callable, race: Any, seed: int) -> list[tuple]:
     curve, tokens, seconds, judged_at = [], 0, 0.0, 0
@@ -185,104 +173,55 @@ def run_to_target(recipe: Callable, race: Any, seed: int) -> list[tuple]:
                 return curve
 
 
-# the solution by itself
-referee = run_to_target.__wrapped__  # type: ignore[attr-defined]
-
-RUN_TO_TARGET = Exercise(
-    run_to_target,
-    _draw_run,
-    {
-        "judging counts as training; stop the clock before it": (
-            "            bits = race.judge(model)\n",
-            "            before = race.clock()\n            bits = race.judge(model)\n"
-            "            seconds += race.clock() - before\n",
-        ),
-        "the clock runs on while the model is judged; take the time anew before each step": (
-            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n"
-            "        seconds += race.clock() - before\n",
-            "    before = race.clock()\n    while True:\n        model, count = next(steps)\n"
-            "        seconds = race.clock() - before\n",
-        ),
-        "the model of the first step is judged each time; judge the one that this step yielded": (
-            "        model, count = next(steps)\n",
-            "        latest, count = next(steps)\n        model = model if tokens else latest\n",
-        ),
-        "the model of the step before is judged; judge the one that this step yielded": (
-            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n",
-            "    latest = None\n    while True:\n        before = race.clock()\n"
-            "        model, (latest, count) = latest, next(steps)\n"
-            "        model = model or latest\n",
-        ),
-        "each round makes a new generator, which starts anew; make it once, before the loop": (
-            "next(steps)",
-            "next(recipe(race, seed))",
-        ),
-        "the first step is taken before the clock starts; it counts, too": (
-            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n"
-            "        seconds += race.clock() - before\n",
-            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n"
-            "        seconds += race.clock() - before if tokens else 0\n",
-        ),
-        "the model is judged after every step": (
-            "tokens - judged_at >= race.judged_every or is_over",
-            "True",
-        ),
-        "the model is judged only where tokens is a multiple of judged_every; steps may not meet "
-        "it": ("tokens - judged_at >= race.judged_every", "tokens % race.judged_every == 0"),
-        "judged_every counts tokens since the model was judged last, not since the start": (
-            "            judged_at = tokens\n",
-            "",
-        ),
-        "judged_at moves on by judged_every, but steps overshoot that; set it to tokens": (
-            "judged_at = tokens\n",
-            "judged_at += race.judged_every\n",
-        ),
-        "after exactly judged_every tokens the model is not judged; it is due": (
-            "tokens - judged_at >= race.judged_every",
-            "tokens - judged_at > race.judged_every",
-        ),
-        "a model that is exactly at the target goes on; it has reached it": (
-            "bits <= race.target",
-            "bits < race.target",
-        ),
-        "the run goes on after the target": ("bits <= race.target or is_over", "is_over"),
-        "the limit ends the run only where it would be judged anyway": (
-            "race.judged_every or is_over:",
-            "race.judged_every:",
-        ),
-        "a run at the limit returns without its last judgment; judge, append, then return": (
-            "        if tokens - judged_at >= race.judged_every or is_over:\n",
-            "        if is_over:\n            return curve\n"
-            "        if tokens - judged_at >= race.judged_every:\n",
-        ),
-        "a run that is exactly at the limit goes on": (
-            "seconds >= race.limit",
-            "seconds > race.limit",
-        ),
-        "a run that never reaches its target never ends; stop at the limit": (
-            "seconds >= race.limit",
-            "False",
-        ),
-        "the last point is missing; append it before you return": (
-            "            curve.append((tokens, seconds, bits))\n            judged_at = tokens\n"
-            "            if bits <= race.target or is_over:\n                return curve\n",
-            "            judged_at = tokens\n"
-            "            if bits <= race.target or is_over:\n                return curve\n"
-            "            curve.append((tokens, seconds, bits))\n",
-        ),
-        "the curve has its last point alone; append each": (
-            "curve.append((tokens, seconds, bits))",
-            "curve = [(tokens, seconds, bits)]",
-        ),
-        "a point is (tokens, seconds, bits), in this order": (
-            "(tokens, seconds, bits)",
-            "(seconds, tokens, bits)",
-        ),
-        "tokens are those of the last step; add them up": ("tokens += count", "tokens = count"),
-        "steps are counted, not tokens": ("tokens += count", "tokens += 1"),
-    },
-    "core",
-)
+run_to_target.mistakes = """
+bits = race.judge(model) =>
+    before = race.clock(); bits = race.judge(model); seconds += race.clock() - before
+    | judging counts as training; stop the clock before it
+before = race.clock() => before = before if tokens else race.clock()
+    && seconds += race.clock() - before => seconds = race.clock() - before
+    | the clock runs on while the model is judged; take the time anew before each step
+model, count = next(steps) => latest, count = next(steps); model = model if tokens else latest
+    | the model of the first step is judged each time; judge the one that this step yielded
+model, count = next(steps) => old, (model, count) = model if tokens else None, next(steps)
+    && race.judge(model) => race.judge(old or model)
+    | the model of the step before is judged; judge the one that this step yielded
+next(steps) => next(recipe(race, seed))
+    | each round makes a new generator, which starts anew; make it once, before the loop
+seconds += race.clock() - before => seconds += race.clock() - before if tokens else 0
+    | the first step is taken before the clock starts; it counts, too
+tokens - judged_at >= race.judged_every or is_over => True
+    | the model is judged after every step
+tokens - judged_at >= race.judged_every => tokens % race.judged_every == 0
+    | the model is judged only where tokens is a multiple of judged_every; steps may not meet it
+judged_at = tokens => pass
+    | judged_every counts tokens since the model was judged last, not since the start
+judged_at = tokens => judged_at += race.judged_every
+    | judged_at moves on by judged_every, but steps overshoot that; set it to tokens
+>= race.judged_every => > race.judged_every
+    | after exactly judged_every tokens the model is not judged; it is due
+bits <= race.target => bits < race.target
+    | a model that is exactly at the target goes on; it has reached it
+bits <= race.target or is_over => is_over
+    | the run goes on after the target
+race.judged_every or is_over => race.judged_every
+    | the limit ends the run only where it would be judged anyway
+curve.append((tokens, seconds, bits)) => curve.extend([(tokens, seconds, bits)][is_over:])
+    | a run at the limit returns without its last judgment; judge, append, then return
+seconds >= race.limit => seconds > race.limit
+    | a run that is exactly at the limit goes on
+seconds >= race.limit => False
+    | a run that never reaches its target never ends; stop at the limit
+curve.append((tokens => bits <= race.target or is_over or curve.append((tokens
+    | the last point is missing; append it before you return
+curve.append((tokens, seconds, bits)) => curve = [(tokens, seconds, bits)]
+    | the curve has its last point alone; append each
+(tokens, seconds, bits) => (seconds, tokens, bits)
+    | a point is (tokens, seconds, bits), in this order
+tokens += count => tokens = count
+    | tokens are those of the last step; add them up
+tokens += count => tokens += 1
+    | steps are counted, not tokens
+"""
 
 
 # 3. The museum
@@ -350,7 +289,7 @@ def race_verdict(source: str) -> str:
     plain_times = [run["tokens"] / speed for run in on_record[0]["figures"]["runs"]]
     mine, chance = times(record), chance_of_faster(times(record), plain_times)
     compared = (
-        f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f} s, the plain recipe about "
+        f"{mean_and_interval(mine)} s, the plain recipe about "
         f"{statistics.mean(plain_times):.0f} s here (p = {chance:.3f})"
     )
     return (
@@ -364,18 +303,13 @@ def program_of(source: str) -> str:
     return ast.dump(ast.Module(module.body[bool(ast.get_docstring(module)) :], []))
 
 
-def check_time_to_target(attempt: Callable) -> None:
-    """Check `time_to_target(curve, target)` -> seconds, or None."""
-    check(TIME_TO_TARGET, attempt)
-
-
 def check_run_to_target(attempt: Callable) -> Callable:
     """Check `run_to_target(recipe, race, seed)` -> curve; return it if right, else the solution."""
-    wrapped = on_toys(attempt)
-    return attempt if check(RUN_TO_TARGET, wrapped) is wrapped else referee
+    wrapped, solution = on_toys(attempt), run_to_target.solve.__wrapped__  # type: ignore[attr-defined]
+    return attempt if check(run_to_target, wrapped) is wrapped else solution
 
 
-check_name_faults = check_of(__name__)
+check_time_to_target = check_name_faults = check_of(__name__)
 
 
 def check_faster(attempt: Recipe) -> None:

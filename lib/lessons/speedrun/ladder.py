@@ -6,14 +6,21 @@
 from __future__ import annotations
 
 import functools
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib.core.files import ROOT
 from lib.core.records import read_records
-from lib.lessons.speedrun.board import Entry, chance_of_faster, half_width, times
+from lib.lessons.speedrun.board import (
+    P_VALUE,
+    Entry,
+    chance_of_faster,
+    mean_and_interval,
+    times,
+)
 from lib.lessons.speedrun.race import RECIPES, edited
 
 # Muon (Jordan et al. 2024): for a matrix, the nearest orthogonal one to its averaged gradient.
@@ -52,6 +59,11 @@ LOSS = "        loss = model.loss(x, y)\n"
 DRAWS = "    draws = np.random.default_rng(seed)\n"
 COMPILE = "    compiled_loss = torch.compile(model.loss{})\n"
 COMPILED_LOSS = "        loss = compiled_loss(x, y)\n"
+CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+ZERO_START = """    for name, weight in model.named_parameters():
+        if "output_proj" in name or "w2" in name:
+            torch.nn.init.zeros_(weight)
+    blocks = ["""
 # Idea -> its edit, each on top of those before it.
 KEPT: dict[str, dict[str, str]] = {
     "higher rate": {"max_lr=1e-3, min_lr=1e-4": "max_lr=4e-3, min_lr=4e-4"},
@@ -59,10 +71,7 @@ KEPT: dict[str, dict[str, str]] = {
     "vocabulary of 2,048": {"VOCAB_SIZE = 1024": "VOCAB_SIZE = 2048"},
     "two layers": {"num_layers=4": "num_layers=2"},
     "zero start into the residual stream": {
-        "    matrices = [": """    for name, weight in model.named_parameters():
-        if "output_proj" in name or "w2" in name:
-            torch.nn.init.zeros_(weight)
-    matrices = ["""
+        "    matrices = [": ZERO_START.replace("blocks", "matrices"),
     },
     "QK-norm": {"d_ff=352,": "d_ff=352, qk_norm=True,"},
     "Muon for matrices": {
@@ -95,6 +104,15 @@ TRIED: dict[str, dict[str, str]] = {
     "vocabulary of 4,096": {"VOCAB_SIZE = 2048": "VOCAB_SIZE = 4096"},
     "three layers": {"num_layers=2": "num_layers=3"},
     "no weight decay": {'"weight_decay": 0.1': '"weight_decay": 0.0'},
+    # a step that cost seconds when it came may be needed by a later one
+    "all but the zero start": {ZERO_START: "    blocks = ["},
+    "all but QK-norm": {"d_ff=352, qk_norm=True,": "d_ff=352,"},
+    "all but Muon": {
+        "        muon_step(blocks, averages, 2.5 * lr)\n": "",
+        "        optimizer.step()\n": CLIP + "        optimizer.step()\n",
+        "    matrices = [model.token_embeddings.weight, model.lm_head.weight]\n": ALL_MATRICES,
+        "1.2e-2 * min": "4e-3 * min",
+    },
     "bfloat16": {
         LOSS: "        with torch.autocast(race.device.type, torch.bfloat16):\n    " + LOSS,
     },
@@ -141,26 +159,52 @@ def read(path: Path = RECORDS) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def rows(entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
-    """The ladder of a device as rows of a table: each idea, and its gain over what it changes."""
-    found, before = [], "start"
+class Step(NamedTuple):
+    """An idea on a device, with what it gains over the recipe that it changes."""
+
+    tokens: float
+    """To the target, the mean over the seeds."""
+
+    seconds: list[float]
+    gain: float
+    """Times as fast."""
+
+    chance: float
+    """That the two recipes are equally fast, where one looks so much faster: p, one-sided."""
+
+
+def steps(entries: Mapping[str, Entry]) -> dict[str, Step]:
+    """Idea -> its step, from the records of one device."""
+    found, before = {}, "start"
     for name in recipes():
         if name not in entries:
             continue
-        entry, reference = entries[name], entries[before]
-        mine, others = times(entry), times(reference)
+        mine, others = times(entries[name]), times(entries[before])
         gain = statistics.mean(others) / statistics.mean(mine)
         chance = min(chance_of_faster(mine, others), chance_of_faster(others, mine))
-        tokens = statistics.mean(run["tokens"] for run in entry["figures"]["runs"])
-        found.append(
-            {
-                "idea": name,
-                "kept": "tried" if name in TRIED else "yes",
-                "seconds": f"{statistics.mean(mine):.1f} ± {half_width(mine):.1f}",
-                "tokens to target": f"{tokens:,.0f}",
-                "times as fast": "" if name == "start" else f"{gain:.2f}",
-                "p": "" if name == "start" else f"{chance:.3f}",
-            }
-        )
+        runs = entries[name]["figures"]["runs"]
+        found[name] = Step(statistics.mean(run["tokens"] for run in runs), mine, gain, chance)
         before = name if name not in TRIED else before
+    return found
+
+
+def rows(measured: Mapping[str, Mapping[str, Entry]]) -> list[dict[str, Any]]:
+    """The ladder as rows of a table; gains by chance in less than 5% are starred."""
+    columns = {
+        re.sub(r"\(R\)| Processor|NVIDIA ", "", name): steps(measured[name]) for name in measured
+    }
+    found = []
+    for name in recipes():
+        row = {"idea": name, "kept": "–" if name in TRIED else "✓"}
+        for device, its in columns.items():
+            cells = ("", "", "")
+            if name in its:
+                step = its[name]
+                gain = f"{step.gain:.2f}" + " *" * (step.chance < P_VALUE)
+                gain = "" if name == "start" else gain
+                cells = (f"{step.tokens:,.0f}", mean_and_interval(step.seconds), gain)
+            named = zip(("tokens", "seconds", "times as fast"), cells)
+            row |= {f"{device}: {what}": cell for what, cell in named}
+        if any(name in its for its in columns.values()):
+            found.append(row)
     return found

@@ -1,21 +1,17 @@
-"""Part two of notebook 12: plan a training for this machine, run it, see where it was heading.
+"""Part two of notebook 12: plan a training for this machine, and run it until a deadline.
 
 `choose` sees a machine only by its description, so that it also answers for machines elsewhere;
-`this_machine` describes the one at hand, and `attention_times` measures its attention kernels.
+`this_machine` describes the one at hand.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig, model_preset
@@ -27,16 +23,10 @@ if TYPE_CHECKING:
     from lib.profiling.memory_formula import RankMemory
     from lib.training.loop import TrainResult
 
-log = logging.getLogger(__name__)
-
 # Sequences in a step of the large model, over all GPUs.
 SEQUENCES = 256
 # The share of a GPU's memory that a plan fills, by formula.
 MEMORY_SHARE = 0.7
-# About how long torch.compile takes before the first step.
-COMPILE_MINUTES = 1.0
-# The attention kernels that are timed on a GPU.
-KERNELS = ("sdpa", "flash_attention_triton", "flash_attention_cuda")
 
 
 @dataclass(frozen=True)
@@ -103,82 +93,23 @@ def this_machine() -> Machine:
     return Machine("cuda", properties.name, count, capability, memory, has_triton)
 
 
-def attention_times(model: ModelConfig, *, batch_size: int = 64) -> dict[str, float]:
-    """Milliseconds of causal attention, forward and backward, with each kernel on this GPU.
-
-    In the shape and dtype in which `model` would train; empty without a CUDA device. A kernel that
-    does not run here is left out, with a warning.
-    """
-    import torch
-
-    from lib.core.hardware import pick_device, pick_dtype
-    from lib.model.attention import attention
-    from lib.profiling.measurement import measure
-
-    device = pick_device()
-    if device.type != "cuda":
-        return {}
-    shape = (batch_size, model.num_heads, model.context_length, model.head_dim)
-    options: dict = {"device": device, "dtype": pick_dtype(device)}
-    q, k, v = (torch.randn(shape, **options).requires_grad_() for _ in range(3))
-    grad = torch.randn(shape, **options)
-
-    def both_passes(kernel: str) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(attention(q, k, v, kernel=kernel), (q, k, v), grad)
-
-    times = {}
-    for kernel in KERNELS:
-        try:
-            result = measure(partial(both_passes, kernel), device=device, max_seconds=1.0)
-        # whatever a compiler raises on a chip that nobody has tried
-        except Exception as error:
-            log.warning("%s does not run here: %s", kernel, error)
-            continue
-        if result.median_ms is not None:
-            times[kernel] = result.median_ms
-    return times
-
-
-def compile_gain_of(records: Sequence[Mapping[str, Any]]) -> float:
-    """The share of a step that torch.compile saves at best in records of `benchmark training`.
-
-    0 without such records.
-    """
-    speed = {}
-    for record in records:
-        figures = record["figures"]
-        if figures.get("task") == "step":
-            speed[figures["model"], figures["candidate"]] = figures["tokens_per_s"]
-    gains = [
-        1 - speed[model, "without torch.compile"] / best
-        for (model, candidate), best in speed.items()
-        if candidate == "all" and (model, "without torch.compile") in speed
-    ]
-    return max(gains, default=0.0)
-
-
 def choose(
     machine: Machine,
     *,
     minutes: float | None,
-    attention_ms: Mapping[str, float] | None = None,
-    compile_gain: float = 0.0,
     corpus: str = "stories",
 ) -> Plan:
     """Plan what to train on `machine`, and how, with a reason for each decision.
 
     Args:
         minutes: the time limit for everything; None: as long as the full training takes.
-        attention_ms: from `attention_times`; without it a rule of thumb decides.
-        compile_gain: the share of a step that torch.compile saves, from `compile_gain_of`.
         corpus: as in `TokenizeConfig`.
     """
     if machine.device != "cuda":
         return _small_plan(machine, corpus)
     dtype = _dtype(machine)
-    kernel = _attention(machine, attention_ms or {})
     model = dataclasses.replace(
-        model_preset("tinystories"), vocab_size=None, attention_kernel=kernel.value
+        model_preset("tinystories"), vocab_size=None, attention_kernel="auto"
     )
     # for the memory formula, which needs a vocabulary size
     sized = dataclasses.replace(model, vocab_size=10_000)
@@ -189,11 +120,11 @@ def choose(
         Setting("processes", machine.count, f"one for each {machine.chip}"),
         dtype,
         weights,
-        kernel,
+        Setting("attention_kernel", "auto", "the fastest on record, named when training starts"),
         _wrapper(machine, sharding.value),
         sharding,
         batch,
-        _compile(machine, minutes, compile_gain),
+        _compile(machine, minutes),
         _cuda_graph(machine, sharding.value),
     )
     values = {setting.name: setting.value for setting in settings}
@@ -254,23 +185,6 @@ def _low_precision_weights(machine: Machine, model: ModelConfig, dtype: str) -> 
     return Setting(name, True, "no casts in a step; AdamW keeps float32 masters")
 
 
-def _attention(machine: Machine, times: Mapping[str, float]) -> Setting:
-    """The fastest kernel where they were measured on the machine itself, else a rule of thumb.
-
-    For Hopper the rule comes from the records in artifacts/attention_sweep.jsonl. On an older chip
-    than Ampere the training itself picks: `auto`.
-    """
-    name = "attention_kernel"
-    if times:
-        shown = ", ".join(f"{kernel} {ms:.3g} ms" for kernel, ms in times.items())
-        return Setting(name, min(times, key=times.__getitem__), f"measured here: {shown}")
-    if machine.capability[0] == 9 and machine.has_triton:
-        return Setting(name, "flash_attention_triton", "faster than PyTorch's on Hopper")
-    if machine.capability < (8, 0):
-        return Setting(name, "auto", "the fastest known, named when training starts")
-    return Setting(name, "sdpa", "ours was not measured on this chip")
-
-
 def _wrapper(machine: Machine, sharding: str) -> Setting:
     name = "ddp_wrapper"
     if machine.count == 1:
@@ -315,14 +229,12 @@ def _rank_memory(
     )
 
 
-def _compile(machine: Machine, minutes: float | None, gain: float) -> Setting:
+def _compile(machine: Machine, minutes: float | None) -> Setting:
     if not machine.has_triton:
         return Setting("compile", False, "it needs Triton, which is not installed")
-    pays = minutes is None or gain * minutes > COMPILE_MINUTES
-    span = "the full training" if minutes is None else f"{minutes:g} minutes"
-    compared = "more" if pays else "less"
-    reason = f"saves {gain:.0%} of a step, in {span} {compared} than the compiling takes"
-    return Setting("compile", pays, reason)
+    if minutes is None:
+        return Setting("compile", True, "it saves a few percent of each step")
+    return Setting("compile", False, "it saves a few percent of a step, and takes a minute")
 
 
 def _cuda_graph(machine: Machine, sharding: str) -> Setting:
@@ -390,120 +302,3 @@ def _train_until(
     if plan.ranks == 1:
         return train(config, on_metrics=on_metrics)
     return launch(train, plan.ranks, config)[0]
-
-
-# The fewest points of a curve to which three parameters are fitted; also those whose mean is the
-# loss reached.
-FEWEST_POINTS = 8
-# Three parts of the curve are fitted, from these shares of its points to the last.
-STARTS = (0.0, 0.25, 0.5)
-EXPONENTS = np.arange(0.05, 2.01, 0.05)
-
-
-class Point(NamedTuple):
-    """A point of a loss curve, or the mean of several."""
-
-    tokens: float
-    loss: float
-    """Nats per token."""
-
-
-class Range(NamedTuple):
-    """The lowest and the highest of several estimates."""
-
-    low: float
-    high: float
-
-    def holds(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-
-def extrapolate(lines: Sequence[Mapping[str, Any]], tokens: float) -> Range | None:
-    """The training loss after `tokens` tokens, if the curve continues as a + b · tokens^-c.
-
-    Three fits, to the whole curve and to its last three quarters and half, disagree where the curve
-    does not have that form yet; the range spans all three, up to the loss reached. None of them
-    contains the decay of the learning rate toward the end, which usually helps.
-
-    Args:
-        lines: metrics of a run, from `lib.training.metrics.read_metrics`.
-
-    Returns:
-        Nats per token; None with fewer than 8 finite losses, or if `tokens` are already done.
-    """
-    points = _points(lines)
-    if len(points) < FEWEST_POINTS or points[-1].tokens >= tokens:
-        return None
-    # in units of the goal, so that powers stay near 1, and the curve ends at a + b
-    x, y = np.array(points, dtype=np.float64).T
-    x /= tokens
-    starts = [int(len(x) * share) for share in STARTS]
-    ends = [sum(_power_law(x[start:], y[start:])) for start in starts]
-    # a fit that ends above it already misses the end of the curve
-    highest = reached(lines).loss
-    return Range(min(*ends, highest), min(max(ends), highest))
-
-
-def reached(lines: Sequence[Mapping[str, Any]]) -> Point:
-    """The mean of the last 8 points of the curve, since a single loss is noisy.
-
-    Raises:
-        ValueError: no line has a finite training loss.
-    """
-    points = _points(lines)[-FEWEST_POINTS:]
-    if not points:
-        raise ValueError("lines must have at least one finite loss, got none")
-    return Point(*(sum(values) / len(points) for values in zip(*points)))
-
-
-def _points(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
-    points = [Point(line["tokens"], line["loss"]) for line in lines if "loss" in line]
-    return [point for point in points if math.isfinite(point.loss)]
-
-
-def _power_law(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The a ≥ 0 and b of the least-squares fit of a + b · x^-c to y."""
-    fits = []
-    for c in EXPONENTS:
-        power = x**-c
-        columns = np.stack((np.ones_like(x), power), axis=1)
-        a, b = np.linalg.lstsq(columns, y, rcond=None)[0]
-        if a < 0:
-            a, b = 0.0, (power @ y) / (power @ power)
-        fits.append((float(np.sum((a + b * power - y) ** 2)), float(a), float(b)))
-    return min(fits)[1:]
-
-
-# Names of figures on a results card -> their names in a table.
-WORDS = {
-    "full_steps": "steps of the full training",
-    "new_tokens": "tokens of this run alone",
-    "tokens_per_s": "tokens/s, over the whole training",
-    "validation_loss": "validation loss (nats per token)",
-    "bits_per_byte": "bits per byte",
-    "extrapolated_loss_low": "extrapolated loss, lowest (nats per token)",
-    "extrapolated_loss_high": "extrapolated loss, highest (nats per token)",
-    "extrapolation_held": "the first half predicted the end",
-}
-# Results of earlier runs that a card shows.
-EARLIER_RESULTS = 3
-
-
-def card_rows(
-    record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = ()
-) -> list[dict[str, Any]]:
-    """A results card: rows of a table, with the newest `earlier` records beside this one.
-
-    A figure such as `seconds_story` is called "story (s)".
-    """
-    columns = {"this run": record["figures"]}
-    for before in earlier[: -EARLIER_RESULTS - 1 : -1]:
-        columns[before["date"][:19].replace("T", " ")] = before["figures"]
-    rows = []
-    for key in record["figures"]:
-        name = WORDS.get(key, key.replace("_", " "))
-        if key.startswith("seconds_"):
-            name = f"{name.removeprefix('seconds ')} (s)"
-        shown = {column: figures.get(key) for column, figures in columns.items()}
-        rows.append({"speedrun": name, **shown})
-    return rows

@@ -146,15 +146,11 @@ class Race(Track):
     limit: float
     """Seconds of training after which a run ends without the target."""
 
-    by_processor: bool = False
-    """Count the processor time of this process, which other work hardly changes, not seconds on
-    the wall; for a CPU."""
-
     def clock(self) -> float:
         """The time in seconds, once the device has done all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.process_time() if self.by_processor else time.perf_counter()
+        return time.perf_counter()
 
     def judge(self, model: TransformerLM) -> float:
         """The bits per byte of `model` on the validation tokens.
@@ -207,7 +203,7 @@ def prepare(
     return text
 
 
-def race_on(which: RaceClass, text: TokenizeConfig, *, by_processor: bool = False) -> Race:
+def race_on(which: RaceClass, text: TokenizeConfig) -> Race:
     """The race of a class on the tokens in `text.output_dir`.
 
     The first `which.judged_bytes` of the held-out text are judged, whatever the vocabulary.
@@ -229,7 +225,6 @@ def race_on(which: RaceClass, text: TokenizeConfig, *, by_processor: bool = Fals
         target=which.target,
         judged_every=which.judged_every,
         limit=which.limit,
-        by_processor=by_processor,
     )
 
 

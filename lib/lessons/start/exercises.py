@@ -45,4 +45,7 @@ return int(layer), int(head) => return int(means.argmax())
     | this is the number of the head among all; `np.unravel_index` makes a pair of it
 int(layer), int(head) => int(layer) + 1, int(head) + 1
     | layers and heads are counted from 1; count from 0
+means = weights[:, :, queries, queries - 1].mean(axis=-1) =>
+    means = (weights[:, :, 1:].argmax(axis=-1) == queries - 1).mean(axis=-1)
+    | it is counted how often the token before gets the most; average its weight
 """

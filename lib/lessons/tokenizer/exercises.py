@@ -1,15 +1,13 @@
-"""Exercises of notebook 01: from pre-tokens to training, encoding, streams and better tokens."""
+"""Exercises of notebook 01: from pre-tokens to training, encoding and better tokens."""
 
 from __future__ import annotations
 
 import functools
-import io
 import random
-import re
 import time
 import timeit
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -19,7 +17,7 @@ import regex
 from lib.lessons.exercise import check_of, difference, exercise
 from lib.lessons.tokenizer.texts import python_manual, small_ranks
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, merge_pair, train_from_counts
-from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
+from lib.tokenizer.pretokenize import split_pretokens
 
 check = check_of(__name__)
 # The same for a notebook that goes on with the answer if it is right, or else with the solution.
@@ -57,10 +55,15 @@ i += 2 => i += 2 - (tuple(ids[i + 1 : i + 3]) == tuple(pair))
     | overlapping pairs are merged twice; in [1, 1, 1] the middle 1 belongs to one pair only
 i += 2 => i += 1 | the second id of a merged pair stays; after a merge, step over both
 i < len(ids) => i < len(ids) - 1 | the last id gets lost where no pair ends the list
+i += 2 => i += 1 && i < len(ids) => i < len(ids) - 1
+    | the last id gets lost, and the second id of a merged pair stays; step over both
 tuple(ids[i : i + 2]) == tuple(pair) => ids[i : i + 2] == tuple(pair)
     | nothing is merged in a list; a list slice never equals a tuple
 return merged => ids[:] = merged; return ids
     | the list that is given is changed; others need it, and it may be a tuple
+merged, i = [], 0 => merged, i = ids, 0 && merged.append(new_id) => merged[i : i + 2] = [new_id]
+    && i += 2 => i += 1 && merged.append(ids[i]) => pass
+    | pairs are merged in `ids` itself, which may be a tuple; build a new list
 return merged => return merge_pair(ids[::-1], pair[::-1], new_id)[::-1]
     | the merging runs from right to left; [1, 1, 1] becomes [9, 1], not [1, 9]
 """
@@ -107,6 +110,13 @@ merges.append((left, right)) => merges.append(best)
     | these are pairs of ids; return the bytes of both tokens
 256 + num_merges => 255 + num_merges | one merge too few is learned
 if not pairs: => if False: | where no pair is left, `max` has nothing to choose from; stop there
+if not pairs: => if not pairs or max(pairs.values()) < 2:
+    | it stops at pairs that occur once; stop when none is left
+(pairs[pair], vocab[pair[0]], vocab[pair[1]]) => (pairs[pair], vocab[pair[0]] + vocab[pair[1]])
+    | among equally frequent pairs the joined bytes decide; compare the left token's bytes, and
+    then the right one's
+merges.append((left, right)) => merges.append(left + right)
+    | these are the joined tokens; return each pair of byte strings
 """
 
 
@@ -196,8 +206,7 @@ holders[new].add(i) => pass
 
 AWKWARD = (
     *("The", " cat", " sat", " on", " the", " mat", "'s", "'ll", " 2026", "3.14", "def f(x):"),
-    *(" ", "   ", "\n", "\r\n\t", "é", "日本語", "👩‍👩‍👧", "\x00", "\u00a0", SEPARATOR),
-    *5 * (f"{SEPARATOR}2",),
+    *(" ", "   ", "\n", "\r\n\t", "é", "日本語", "👩‍👩‍👧", "\x00", "\u00a0"),
 )
 
 
@@ -205,8 +214,7 @@ def _draw_awkward(generator: random.Random, size: int) -> tuple:
     # words that nobody has seen, where the order of the merges decides
     words = ["".join(generator.choices("atheinrosdl", k=9)) for _ in AWKWARD]
     text = "".join(generator.choices((*AWKWARD, *words), k=generator.randint(0, size)))
-    special = {SEPARATOR: len(small_ranks()), f"{SEPARATOR}2": len(small_ranks()) + 1}
-    return text, Ranks(small_ranks()), dict([*special.items()][: generator.randint(0, 2)])
+    return text, Ranks(small_ranks())
 
 
 class Ranks(dict):
@@ -220,24 +228,18 @@ class Ranks(dict):
 
 
 @exercise("core", _draw_awkward, trials=100)
-def encode_ranked(text: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> list[int]:
+def encode_ranked(text: str, ranks: Mapping[bytes, int]) -> list[int]:
     ids = []
-    longest_first = sorted(special, key=len, reverse=True)
-    pattern = "|".join(map(re.escape, longest_first)) or "(?!)"  # which fits nowhere
-    for piece in re.split(f"({pattern})", text):
-        if piece in special:
-            ids.append(special[piece])
-            continue
-        for pretoken in split_pretokens(piece):
-            parts = [bytes([byte]) for byte in pretoken.encode()]
-            while True:
-                joined = [left + right for left, right in pairwise(parts)]
-                known = [token for token in joined if token in ranks]
-                if not known:
-                    break
-                at = joined.index(min(known, key=ranks.get))
-                parts[at : at + 2] = [joined[at]]
-            ids += [ranks[part] for part in parts]
+    for pretoken in split_pretokens(text):
+        parts = [bytes([byte]) for byte in pretoken.encode()]
+        while True:
+            joined = [left + right for left, right in pairwise(parts)]
+            known = [token for token in joined if token in ranks]
+            if not known:
+                break
+            at = joined.index(min(known, key=ranks.get))
+            parts[at : at + 2] = [joined[at]]
+        ids += [ranks[part] for part in parts]
     return ids
 
 
@@ -245,10 +247,10 @@ encode_ranked.mistakes = """
 min(known => max(known | the token learned last comes first; take the lowest rank
 min(known, key=ranks.get) => known[0]
     | tokens are built from left to right; the lowest rank comes first, wherever it is
-if piece in special: => if False: | the special token is encoded as ordinary text
-reverse=True => reverse=False
-    | a special token that begins another is found in it; look for the longest first
-in split_pretokens(piece) => in [piece]
+joined.index(min(known, key=ranks.get)) =>
+    len(joined) - 1 - joined[::-1].index(min(known, key=ranks.get))
+    | of two places for the same token, the right one is merged first; take the leftmost
+in split_pretokens(text) => in [text]
     | merges cross the borders of pre-tokens; split the text first
 ranks[part] for part in parts => ranks[part] if len(part) > 1 else part[0] for part in parts
     | a byte's own value is taken for its id; ranks has the ids of single bytes, too
@@ -301,65 +303,6 @@ split_gpt4.mistakes = r"""
     end may
 ]+[\r\n]* => ]+ | line ends do not go with the other characters before them
 r"|\s+(?!\S)" => r"" | white space keeps its last character from the word that follows
-"""
-
-
-# The bug in a stream's cuts
-
-
-class CountingStream(io.BytesIO):
-    """A stream that a check shows by its bytes."""
-
-    def __repr__(self) -> str:
-        return f"io.BytesIO({self.getvalue()!r})"
-
-    def __deepcopy__(self, memo: dict) -> CountingStream:
-        return CountingStream(self.getvalue())
-
-
-def pretokens_of(chunks: Callable, stream: io.BytesIO, size: int) -> dict[str, Any]:
-    """The pre-tokens of the chunks that a generator cuts, and what it gave out too late."""
-    data, given, late, pretokens = stream.getvalue(), 0, b"", []
-    # between two sure cuts, nothing can be given out
-    longest = max(map(len, re.split(rb" (?=[!-~])", data)))
-    for chunk in chunks(stream, size):
-        held = data[given : stream.tell()]
-        if len(held) > 2 * size + longest + 8:
-            late = late or held
-        given += len(chunk)
-        pretokens += split_pretokens(chunk.decode("utf-8", "replace"))
-    return {"pre-tokens": pretokens, "held back too long": late}
-
-
-def _draw_stream(generator: random.Random, size: int) -> tuple:
-    pieces = ("cat", "été", " the", " a", "  ", "    ", "\n", "\n    x", "日本", "!", "\u2003")
-    text = "".join(generator.choices(pieces, k=1 + 2 * size))
-    return CountingStream(text.encode()), generator.choice([2, 5, 8])
-
-
-@exercise("optional", _draw_stream, harness=pretokens_of)
-def mended_read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
-    rest = b""
-    while block := stream.read(size):
-        rest += block
-        cuts = [match.start() for match in re.finditer(rb" (?=[!-~])", rest)]
-        if cuts:
-            yield rest[: cuts[-1]]
-            rest = rest[cuts[-1] :]
-    yield rest
-
-
-mended_read_chunks.mistakes = r"""
-[match.start() for match in re.finditer(rb" (?=[!-~])", rest)] => [rest.rfind(b" ")]
-    | it still cuts before the last space, whatever follows; and where there is no space, `rfind`
-    returns -1
- (?=[!-~]) => [ ](?=[!-~]|$)
-    | it cuts before a space at the end of the block, where nobody knows yet what follows
- (?=[!-~]) => [ ](?=\S)
-    | white space outside ASCII is taken for visible text; ask for a byte from `!` to `~`
-match.start() => match.end() | it cuts behind the space, which belongs to the word that follows
-rest)] => rest)][:1] | only the first place for a cut is used; what follows it waits too long
-rest = rest[cuts[-1] :] => rest = b"" | the part behind the cut is lost
 """
 
 

@@ -1,9 +1,8 @@
-"""Exercises of notebook 03: AdamW, the loop, diagnosis, resuming, top-p, a KV cache, a budget."""
+"""Exercises of notebook 03: AdamW, the loop, diagnosis, resuming, top-p, a KV cache."""
 
 from __future__ import annotations
 
 import math
-import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate as running_sums
@@ -18,14 +17,12 @@ from lib.lessons.exercise import check_of, exercise
 from lib.lessons.training.broken import FAULTS
 from lib.lessons.training.toys import (
     BATCH_POINTS,
-    BUDGET,
     TRAINED,
     Batches,
     MakeRun,
     ToyDecoder,
     ToyLoss,
     ToyRun,
-    loss_on_budget,
 )
 
 check = check_of(__name__)
@@ -101,6 +98,19 @@ square_hat.sqrt() + eps => (square_hat + eps).sqrt()
     | eps is added inside the root; add it to the root
 lr * weight_decay * weight => weight_decay * weight
     | the decay lacks the learning rate; shrink by 1 - lr * weight_decay
+lr * weight_decay * weight - => | the decay is forgotten; subtract lr * weight_decay * weight, too
+beta1, beta2, eps = 0.9, 0.95, 1e-8 => beta1, beta2, eps, state = 0.9, 0.95, 1e-8, {}
+    | `state` is another dict in each step; change the one that is given
+state.get("mean", 0) => state.get("mean", gradient)
+    && state.get("square", 0) => state.get("square", gradient**2)
+    | the moments begin at the first gradient; they begin at 0, and the correction is for that
+step = state["step"] = state.get("step", 0) + 1 =>
+    step = state.get("step", 0); state["step"] = step + 1
+    | the first step is number 0, where 1 - beta**0 is 0; count from 1
+gradient**2 => gradient | the second moment is that of the gradient; square it
+weight - lr * weight_decay * weight - lr * mean_hat / (square_hat.sqrt() + eps) =>
+    (weight - lr * mean_hat / (square_hat.sqrt() + eps)) * (1 - lr * weight_decay)
+    | the decay shrinks the new weight; it shrinks the weight as it was
 """
 
 
@@ -205,6 +215,20 @@ loss.backward() => torch.autograd.backward(loss);
     | gradients are clipped after each small batch; clip once, their mean
 with torch.no_grad(): => if True:
     | weights are changed while autograd watches; do it inside `with torch.no_grad():`
+weight.copy_(update(weight, weight.grad, states[name], rate)) =>
+    weight = update(weight, weight.grad, states[name], rate)
+    | `weight = …` gives the new tensor a name, and the one in `weights` stays as it was; write
+    weight.copy_(…)
+weight.copy_(update(weight, weight.grad, states[name], rate)) =>
+    update(weight, weight.grad, states[name], rate)
+    | the weights never change; `update` returns the new value, for weight.copy_(…)
+weight.copy_(update(weight, weight.grad, states[name], rate)) =>
+    weights[name] = update(weight, weight.grad, states[name], rate)
+    | the new tensors don't ask for gradients; write the values into the old ones, weight.copy_(…)
+x, y = next(batches) => pass && total = 0.0 => total = 0.0; x, y = next(batches)
+    | all small batches of a step are the same one; take the next for each
+total += loss.item() => total = loss.item()
+    | the loss is only the last small batch's part of the mean; add up the parts
 """
 
 
@@ -371,6 +395,9 @@ first.train(1) => pass && "weights": first.weights.clone(), =>
 def draw_probabilities(generator: random.Random, size: int) -> tuple:
     count = 2 + size // 3
     weights = generator.sample(range(1, 4 * count), count)
+    # now and then most are equally likely
+    if generator.random() < 0.2:
+        weights = [weights[0]] * (count - 1) + [weights[1]]
     # over a power of two no sum is rounded, and that of all tokens is 1
     total = 1 << (sum(weights) - 1).bit_length()
     weights[weights.index(max(weights))] += total - sum(weights)
@@ -386,7 +413,24 @@ def draw_probabilities(generator: random.Random, size: int) -> tuple:
     return torch.tensor(weights, dtype=torch.float64) / total, top_p
 
 
-@exercise("warm-up", draw_probabilities)
+def filtered(attempt: Callable, probabilities: Tensor, top_p: float) -> Any:
+    """The result, in which equally likely tokens may change places.
+
+    Raises:
+        ValueError: the probabilities that are given were changed.
+    """
+    given = probabilities.clone()
+    result = attempt(given, top_p)
+    if not torch.equal(given, probabilities):
+        raise ValueError("it changes the probabilities that are given; change a copy")
+    if isinstance(result, Tensor) and result.shape == probabilities.shape:
+        for value in probabilities.unique():
+            tied = probabilities == value
+            result[tied] = result[tied].sort(descending=True).values
+    return result
+
+
+@exercise("warm-up", draw_probabilities, harness=filtered)
 def top_p_filter(probabilities: Tensor, top_p: float) -> Tensor:
     ranked, ids = probabilities.sort(descending=True)
     before = ranked.cumsum(0) - ranked
@@ -400,6 +444,11 @@ top_p_filter.mistakes = """
 before >= top_p => ranked.cumsum(0) > top_p
     | cumsum <= top_p drops the token that crosses; keep where the sum of those before is below
     top_p
+before >= top_p => ranked.cumsum(0) >= top_p
+    | cumsum < top_p drops the token that crosses; keep where the sum of those before is below
+    top_p
+before >= top_p => ranked < ranked[before < top_p][-1]
+    | tokens as likely as the last one needed are kept, too; keep only as many as reach top_p
 before >= top_p => before > top_p
     | one token too many is kept where the sum is exactly top_p, which is reached then
  / ranked.sum() => | the probabilities kept do not sum to 1; divide them by their sum
@@ -454,71 +503,4 @@ math.sqrt(q.shape[-1]) => math.sqrt(q.numel())
     | the scale has the root of all heads' numbers; take head_dim
 weights = scores => scores[-1] = -math.inf if position else 0.0; weights = scores
     | a token leaves itself out; it attends to itself, too
-"""
-
-
-# A budget of tokens
-
-PLAIN_SETTINGS = {
-    "batch_size": 32,
-    "learning_rate": 3e-3,
-    "warmup_steps": 4,
-    "weight_decay": 0.1,
-}
-# Held-out nats per byte that count as solved, and those that the solution reaches.
-BUDGET_GOAL, BUDGET_REACHED = 2.5, 2.31
-
-
-def plain_settings() -> dict[str, float]:
-    return dict(PLAIN_SETTINGS)
-
-
-def valid_settings(settings_of: Callable[[], Mapping[str, float]]) -> list[str]:
-    """The names of settings that a run can have.
-
-    Raises:
-        ValueError: a setting is missing, unknown, or out of range.
-    """
-    settings = settings_of()
-    if not isinstance(settings, Mapping) or settings.keys() != PLAIN_SETTINGS.keys():
-        raise ValueError(f"return a dict with the keys {', '.join(PLAIN_SETTINGS)}")
-    for name, value in settings.items():
-        if not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-    batch_size, warmup_steps = settings["batch_size"], settings["warmup_steps"]
-    if not 1 <= batch_size <= BUDGET:
-        raise ValueError(f"batch_size must be between 1 and {BUDGET}, got {batch_size}")
-    steps = BUDGET // int(batch_size)
-    if not 0 <= warmup_steps < steps:
-        raise ValueError(
-            f"{BUDGET} sequences are {steps} steps at this batch size; "
-            f"warmup_steps must be fewer, got {warmup_steps}"
-        )
-    return sorted(settings)
-
-
-def held_out_loss(settings_of: Callable[[], Mapping[str, float]]) -> float:
-    """The held-out loss that settings reach on the budget."""
-    return loss_on_budget(settings_of())
-
-
-@exercise(
-    "open",
-    no_inputs,
-    harness=valid_settings,
-    trials=1,
-    measure=held_out_loss,
-    unit="nats per byte held out",
-    baseline=plain_settings,
-    at_most=BUDGET_GOAL / BUDGET_REACHED,
-)
-def settings() -> dict[str, float]:
-    return {"batch_size": 2, "learning_rate": 0.01, "warmup_steps": 20, "weight_decay": 0.1}
-
-
-settings.mistakes = """
-"warmup_steps": 20 => "warmup_steps": 256
-    | the warm-up is as long as the run; a rate that never falls again leaves the noise in
-"batch_size": 2 => "batch_size": 0 | a batch has no sequence
-, "weight_decay": 0.1 => | a setting is missing
 """

@@ -28,8 +28,10 @@ def show_paths(paths: Mapping[str, Tensor], curvature: Tensor, *, first: int = 5
     left.contour(along, across, height, levels=[0.5, 4, 15, 40, 90, 170], colors=GRID)
     for path in paths.values():
         left.plot(*path[:first, 0].T, marker="", linewidth=1.2)
+    left.plot(0, 0, "x", color=INK, markersize=8, zorder=5)
+    left.annotate("lowest point", (0, 0), (6, -14), textcoords="offset points", fontsize=9)
     left.set(xlabel="along the valley", ylabel="across the valley")
-    left.set_title(f"One run each, first {first} steps", fontsize=11)
+    left.set_title(f"One run each, the same noise, first {first} steps", fontsize=11)
     left.grid(visible=False)
     lines(
         {name: path.square().sum(-1).mean(1).sqrt() for name, path in paths.items()},

@@ -1,4 +1,4 @@
-"""Toys of notebook 03's exercises: a model to train, a run to resume, a decoder to cache, a budget.
+"""Toys of notebook 03's exercises: a model to train, a run to resume, a decoder to cache.
 
 Each is small enough that a check runs it hundreds of times.
 """
@@ -10,16 +10,9 @@ import random
 import weakref
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-from lib.data import get_batch
-from lib.data.stories import generate_stories
-from lib.lessons.training.short_run import train
-from lib.model import ModelConfig, TransformerLM
-from lib.optimizer import AdamW
 
 # Points of a batch of `ToyLoss`, whose activations fill the memory of its story.
 BATCH_POINTS = 3
@@ -169,36 +162,3 @@ class ToyDecoder:
 
     def __repr__(self) -> str:
         return "model"
-
-
-# A budget of tokens, spent well or badly
-
-BUDGET = 512  # sequences
-BUDGET_SHAPE = ModelConfig(
-    vocab_size=128, context_length=32, d_model=32, num_layers=1, num_heads=2, d_ff=96
-)
-
-
-def loss_on_budget(settings: Mapping[str, float]) -> float:
-    """Return the held-out loss, in nats per byte, of a tiny model of bytes after BUDGET sequences.
-
-    Args:
-        settings: "batch_size", "learning_rate", "warmup_steps" and "weight_decay". The steps
-            follow: BUDGET // batch_size.
-    """
-    text = "".join(generate_stories(60_000)), "".join(generate_stories(8_000, split="validation"))
-    read, held_out = (np.frombuffer(part.encode(), dtype=np.uint8) for part in text)
-    model = TransformerLM(BUDGET_SHAPE, generator=torch.Generator().manual_seed(0))
-    batch_size = int(settings["batch_size"])
-    train(
-        model,
-        AdamW(model.parameters(), weight_decay=float(settings["weight_decay"])),
-        read,
-        steps=BUDGET // batch_size,
-        batch_size=batch_size,
-        learning_rate=float(settings["learning_rate"]),
-        warmup_steps=int(settings["warmup_steps"]),
-        seed=0,
-    )
-    with torch.no_grad():
-        return model.loss(*get_batch(held_out, 128, 32, "cpu", generator=1)).item()

@@ -98,6 +98,12 @@ def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
         launch = plan(*tensors)
         run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
         check_run(run, launch.most_numbers)
+        stored, size = run.bytes_moved("store"), launch.output.nbytes
+        if stored > size:
+            raise ValueError(
+                f"programs store {stored:,} bytes of an output of {size:,}; store each element "
+                "once, after the loop that it needs"
+            )
         if launch.by_hand in run.called:
             raise ValueError(f"tl.{launch.by_hand} does all of it; write it out")
         if torch.cuda.is_available() and hasattr(kernel, "fn"):
@@ -109,16 +115,21 @@ def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
 
 
 def check_run(run: Run, most_numbers: int | None = None) -> None:
-    """Refuse programs that store nothing, and tiles that are too large.
+    """Refuse programs that store nothing, tiles that are too large, and matmuls that are too thin.
 
     Raises:
-        ValueError: no program runs or none stores anything, or a tile has more than `most_numbers`
-            numbers.
+        ValueError: no program runs or none stores anything, a tile has more than `most_numbers`
+            numbers, or a `tl.dot` adds up fewer than 16 products, which does not compile.
     """
     if not run.num_programs:
         raise ValueError(f"no program ran: the grid is {run.grid}; round up, with triton.cdiv")
     if not run.of("store"):
         raise ValueError("no program stores anything: tl.store is missing")
+    if run.least_depth < 16:
+        raise ValueError(
+            f"compiled, tl.dot has to add up at least 16 products, got {run.least_depth}: a tile "
+            "must be at least 16 deep"
+        )
     if most_numbers and run.largest_tile > most_numbers:
         raise ValueError(
             f"a tile must have at most {most_numbers:,} numbers, got {run.largest_tile:,}"
@@ -167,7 +178,7 @@ def _check_kernel(puzzle: Puzzle, kernel: Any) -> Any:
         # not attempted, or an error that the verdict names
         return solution
     shape = " × ".join(map(str, puzzle.example[0].shape))
-    show_run(run, title=f"What each program of {name} touches in an input of {shape}")
+    show_run(run, title=f"An example: what each program of {name} touches in an input of {shape}")
     return kernel if result_of(text) == "passed" else solution
 
 
@@ -304,10 +315,9 @@ tl.program_id(0) * ROWS => tl.program_id(1) * ROWS
 # 3. A transposed store
 
 
-def draw_matrix(generator: random.Random, size: int) -> tuple:
-    M, N = length(generator, size, 4), length(generator, size, 4)
-    # else the strides of rows and columns would be the same
-    return (floats(generator, M, N + (M == N)),)
+def draw_tall(generator: random.Random, size: int) -> tuple:
+    # the grid has more rows than columns
+    return (floats(generator, 4 + length(generator, size, 4), length(generator, size, 4)),)
 
 
 def launch_transpose(x: Tensor) -> Launch:
@@ -315,7 +325,7 @@ def launch_transpose(x: Tensor) -> Launch:
     return Launch(y, (ceil(M, 4), ceil(N, 4)), (x, y, M, N), {"BLOCK": 4})
 
 
-@puzzle("core", draw_matrix, launch_transpose, counted(6, 10))
+@puzzle("core", draw_tall, launch_transpose, counted(10, 6))
 def transpose(x: Tensor) -> Tensor:
     return x.T.contiguous()
 
@@ -328,6 +338,16 @@ columns[None, :] * M + rows[:, None] => rows[:, None] * N + columns[None, :]
 columns[None, :] * M + rows[:, None] => columns[:, None] * M + rows[None, :]
     | the offsets in y are those of a tile that was turned around, but x was not; give them the
     shape of x
+columns[None, :] * M + rows[:, None] => rows[:, None] * M + columns[None, :]
+    | the elements are stored where they were, with the stride of y: row and column have to change
+    places
+columns[None, :] * M + rows[:, None], x, mask=inside =>
+    columns[:, None] * N + rows[None, :], tl.trans(x), mask=tl.trans(inside)
+    | the stride of y is wrong: a row of y has M elements
+rows[:, None] * N => rows[:, None] * M | the stride of x is wrong: a row of x has N elements
+tl.program_id(0) * BLOCK => tl.program_id(1) * BLOCK
+    && columns = tl.program_id(1) * BLOCK => columns = tl.program_id(0) * BLOCK
+    | the two axes of the grid are mixed up
 (rows < M)[:, None] => (rows >= 0)[:, None] | rows are not masked
 (columns < N)[None, :] => (columns >= 0)[None, :] | columns are not masked
 x, mask=inside) => x) | the store has no mask
@@ -335,6 +355,12 @@ x, mask=inside) => x) | the store has no mask
 
 
 # 4. Row sums
+
+
+def draw_matrix(generator: random.Random, size: int) -> tuple:
+    M, N = length(generator, size, 4), length(generator, size, 4)
+    # else the strides of rows and columns would be the same
+    return (floats(generator, M, N + (M == N)),)
 
 
 def launch_row_sums(x: Tensor) -> Launch:
@@ -393,6 +419,7 @@ float("-inf") => 0.0 && tl.exp(x - tl.max(x, axis=0)) =>
 float("-inf") => -100.0
     | lanes that are masked off hold -100, but rows may lie below: only -inf is below all
 / tl.sum(weights, axis=0) => | the weights are not divided by their sum
+x_ptr + row * N => x_ptr | each program loads the first row
 y, mask=columns < N) => y) | the store has no mask
 """
 
@@ -416,6 +443,16 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 rms_norm.mistakes = """
+range(0, N, BLOCK):  # for the sum => range(0, BLOCK, BLOCK):
+    | the sum has one tile only: loop over the row
+range(0, N, BLOCK):  # once more => range(start, N, BLOCK):
+    | only the last tile is divided: after the sum, loop over the row once more
+squares += tl.sum(x * x, axis=0) => squares += tl.sum(x * x, axis=0);
+    tl.store(y_ptr + row * N + columns, x / tl.sqrt(squares / N + eps), mask=columns < N)
+    && range(0, N, BLOCK):  # once more => range(0):
+    | each tile is divided by the sum so far: first the sum of the whole row, then a second loop
+other=0.0)  # adds nothing => )
+    | `other=0.0` is missing: lanes that are off hold anything, and are added up
 squares += => squares = | each tile starts the sum anew; add to it
 squares / N => squares / BLOCK
     | the sum of squares is divided by BLOCK, not by the N elements of the row
@@ -468,6 +505,14 @@ mask=a_mask, other=0.0 => mask=a_mask
     | `other=0.0` is missing: lanes that are off hold anything, and are multiplied
 (k < K)[:, None] & (columns => (k >= 0)[:, None] & (columns
     | beyond K, the lanes of b hold anything: mask k as well
+& (k < K)[None, :] => & (k >= 0)[None, :]
+    | beyond K, the lanes of a hold anything: mask k as well
+(rows < M)[:, None] & (k < K)[None, :] => (rows < M)[:, None]
+    && (k < K)[:, None] & (columns < N)[None, :] => (columns < N)[None, :]
+    | k has no mask: beyond K, the lanes of a and of b hold anything
+range(0, K, DEPTH) => range(0, K) | the loop goes on by one; a step is DEPTH
+rows[:, None] * N + columns[None, :], total => rows[:, None] * K + columns[None, :], total
+    | the stride of c is wrong: a row of c has N elements
 total, mask=inside) => total) | the store has no mask
 tl.program_id(0) * ROWS => tl.program_id(1) * ROWS
     && tl.program_id(1) * COLUMNS => tl.program_id(0) * COLUMNS
@@ -499,6 +544,10 @@ first + inside % height, inside // height => first + inside // columns, inside %
     | programs go along the rows of a group; let them go down its columns
 first = program // programs * group => first = program // programs
     | groups begin one row after the other; each has `group` rows
+return first + inside % height, inside // height => return inside // height, first + inside % height
+    | row and column are exchanged
+inside // height => inside // group
+    | the last group has fewer rows, and so has each of its columns: divide by its height
 group * columns => group * rows | a group has as many columns as the matrix has; you take its rows
 first + inside % height => inside % height | every group is the first; add where it begins
 """

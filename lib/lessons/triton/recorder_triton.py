@@ -125,6 +125,9 @@ class Run:
     largest_tile: int = 0
     """Numbers in the largest tile that was loaded or multiplied."""
 
+    least_depth: int = 1 << 31
+    """The fewest products that a tl.dot adds up."""
+
     called: set[str] = field(default_factory=set)
     """Functions of Triton that are kernels themselves, as `tl.sum`."""
 
@@ -344,6 +347,7 @@ class _Recorder:
         run = self.run
         run.flops["matmul"] += 2 * a.data.size * b.data.shape[-1]
         run.largest_tile = max(run.largest_tile, a.data.size, b.data.size, d.data.size)
+        run.least_depth = min(run.least_depth, a.data.shape[-1])
         if getattr(precision, "name", precision) == "TF32" and a.data.dtype == np.float32:
             a, b = (TensorHandle(to_tf32(x.data), x.dtype.scalar) for x in (a, b))
         return self.matmul(a, b, d, precision, *rest)

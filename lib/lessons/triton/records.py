@@ -20,6 +20,12 @@ def own_kernels() -> dict[str, float]:
     return {name: record["figures"]["median_us"] for name, record in found.items()}
 
 
+def spread_of_own_kernels() -> dict[str, float]:
+    """The µs between the quartiles of the samples of the same kernels."""
+    found = (record["figures"] for record in read_records(KERNELS))
+    return {figures["name"]: figures["iqr_us"] for figures in found}
+
+
 def recorded_limits() -> Limits:
     """Return what the recorded GPU reaches in a large bfloat16 matmul and in a large copy."""
     return block_on_gpu()[0]

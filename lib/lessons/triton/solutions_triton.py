@@ -53,12 +53,12 @@ def softmax(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 def rms_norm(x_ptr, y_ptr, N, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     squares = 0.0
-    for start in range(0, N, BLOCK):
+    for start in range(0, N, BLOCK):  # for the sum
         columns = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0)
+        x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0)  # adds nothing
         squares += tl.sum(x * x, axis=0)
     scale = 1 / tl.sqrt(squares / N + eps)
-    for start in range(0, N, BLOCK):
+    for start in range(0, N, BLOCK):  # once more
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0)
         tl.store(y_ptr + row * N + columns, x * scale, mask=columns < N)

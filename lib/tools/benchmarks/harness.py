@@ -296,7 +296,9 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         for key in (configs[0] if configs else ())
         if any(config.get(key) != configs[0][key] for config in configs)
     ]
-    return [", ".join(f"{key} {config.get(key)}" for key in varying) for config in configs]
+    return [
+        ", ".join(f"{key} {config[key]}" for key in varying if key in config) for config in configs
+    ]
 
 
 def _key(config: Any) -> str:
@@ -315,10 +317,16 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Record]:
     """The records in the file at `path` of the device and versions of `records`, these last.
 
-    So where a case was asked for again, the record asked for counts as the newest.
+    So where a case was asked for again, the record asked for counts as the newest. Predictions are
+    made on any machine.
     """
     keys = ("device", "versions")
-    same = [r for r in read_records(path) if all(r.get(key) == records[0][key] for key in keys)]
+    same = [
+        record
+        for record in read_records(path)
+        if record.get("figures", {}).get("status") == "predicted"
+        or all(record.get(key) == records[0][key] for key in keys)
+    ]
     return [*same, *records]
 
 

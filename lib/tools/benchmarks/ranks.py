@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class CaseFailedError(Exception):
     """A case that ended the ranks, as one does that runs out of memory while others wait."""
 
 
-def fail(path: Path | None, case: Case, error: Exception) -> None:
+def fail(path: Path | None, case: Case, error: Exception) -> NoReturn:
     """Leave word of the case that ended the ranks; the first counts, as others follow from it.
 
     Raises:

@@ -147,7 +147,7 @@ def sharding_groups(config: ShardingConfig, ranks: int, backend: str) -> list[Gr
 
 
 def measure_methods(
-    group: Group, config: ShardingConfig, failed: Path | None
+    group: Group, config: RanksTrainingConfig, failed: Path | None
 ) -> Iterator[dict[str, Any]]:
     """The figures of the methods of one model, compared with those of `flashddp`."""
     rows = interleave(group, config, make_groups(config.timeout), failed)

@@ -65,6 +65,19 @@ def test_online_softmax_gives_the_maximum_and_the_sum_of_the_row():
         torch.testing.assert_close(found["l"].double(), total, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "result"),
+    [
+        ("tiled_forward", "torch.empty_like(q), q", "torch.empty(n, D), q", "out"),
+        ("tiled_forward", "q.new_empty(n)", "torch.empty(n)", "lse"),
+        ("tiled_backward", "torch.zeros_like(x) for", "torch.zeros(x.shape) for", "dQ"),
+    ],
+)
+def test_a_result_of_another_dtype_than_the_input_is_named(name, old, new, result):
+    text = wrong(name, old, new)
+    assert f"{result} must be torch.float64 as q is, got torch.float32" in text
+
+
 def test_scores_that_grow_with_the_length_are_larger_than_any_other_tensor():
     for seed in range(10):
         q, _, _, BQ, _ = draw_inputs(exercises.tiled_forward, seed)[-1]

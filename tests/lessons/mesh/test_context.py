@@ -7,7 +7,9 @@ import torch
 from matplotlib import pyplot as plt
 
 from lib.lessons.mesh import context
-from lib.lessons.mesh.context import attend, merge, ring_attention, zigzag
+from lib.lessons.mesh.context import attend, merge, ring_attention, zigzag, zigzag_ring
+from lib.lessons.mesh.figures import show_work
+from lib.lessons.ranks import run_on_threads
 from tests.lessons.mesh.cells import functions_of
 
 
@@ -68,15 +70,30 @@ def test_a_ring_copes_with_scores_whose_exponentials_overflow():
     assert all(error < 1e-4 * size for error, size in zip(errors, sizes)), errors
 
 
+@pytest.mark.parametrize(("ranks", "chunk"), [(1, 2), (3, 1), (4, 6)])
+def test_a_ring_that_computes_visible_halves_is_ring_attention(ranks, chunk):
+    q, k, v, _ = random_inputs(1, 2 * ranks * chunk, 5)[:, 0]
+    shares = zigzag(len(q), ranks)
+
+    def both(me):
+        own = [x[shares[me.number]] for x in (q, k, v)]
+        return zigzag_ring(*own, me), ring_attention(*own, shares, me)
+
+    for halves, whole in run_on_threads(both, ranks):
+        for found, expected in zip(halves, whole):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_zigzag_gives_all_ranks_the_same_work_in_every_step(ranks, chunk):
     shares = zigzag(2 * ranks * chunk, ranks)
     assert sorted(torch.cat(shares).tolist()) == list(range(2 * ranks * chunk))
-    pairs = context.visible_pairs(shares)
-    assert all(len(set(step)) == 1 for step in pairs)
-    tokens = 2 * ranks * chunk
-    assert sum(map(sum, pairs)) == tokens * (tokens + 1) // 2
+    for apart in range(ranks):  # in step s a rank has the keys of the one s before it
+        pairs = {
+            int((mine[:, None] >= shares[rank - apart]).sum()) for rank, mine in enumerate(shares)
+        }
+        assert len(pairs) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -102,19 +119,20 @@ def test_a_query_that_sees_no_key_changes_nothing():
 
 
 def test_a_rank_of_one_keeps_what_it_would_exchange():
-    from lib.lessons.ranks import run_on_threads
-
     part = torch.ones(3, 2)
     (received,) = run_on_threads(lambda ranks: context.all_to_all([part], ranks), 1)
     assert len(received) == 1
     assert received[0] is part
 
 
-def test_figures_are_drawn_with_a_box_for_each_step_that_takes_time():
-    figure, (above, below) = plt.subplots(nrows=2)
-    spans = [[(0.0, 1.0), (1.0, 1.0)], [(0.0, 1.0), (1.0, 3.0)]]
-    context.draw_ring_steps(above, spans, title="consecutive", end=3.0)
-    assert len(above.patches) == 3
-    context.draw_loads(below, {"at first": torch.tensor([3, 1]), "later": torch.tensor([2, 2])})
-    assert len(below.patches) == 4
-    plt.close(figure)
+def test_a_figure_has_a_box_for_each_step_that_computes(monkeypatch):
+    monkeypatch.setattr(plt, "show", lambda: None)
+    show_work({"consecutive": [[3, 3], [0, 4]], "zigzag": [[3, 3], [2, 2]]})
+    above, below = plt.gcf().axes
+    boxes = [
+        [path.get_extents().x1 for lane in axes.collections for path in lane.get_paths()]
+        for axes in (above, below)
+    ]
+    assert boxes == [pytest.approx([0.6, 0.6, 0.6, 1.4]), pytest.approx([0.6, 1.0, 0.6, 1.0])]
+    assert "consecutive: the busiest rank has 1.40 equal shares" in above.get_title("left")
+    plt.close()

@@ -19,10 +19,10 @@ def run_stage(events, stage, loss, micro_batches, ranks):
         if kind == "forward":
             x, target = micro_batches[i]
             if me != 0:
-                x = ranks.receive(me - 1, x)
+                {receive}
                 x.requires_grad_()
             y = stage(x)
-            xs[i], ys[i] = x, y if me != last else loss(y, target)
+            xs[i], ys[i] = x, y if me != last else {loss}
             if me != last:
                 ranks.send(y.detach(), me + 1)
             del x, y
@@ -35,6 +35,8 @@ def run_stage(events, stage, loss, micro_batches, ranks):
 """
 SAME = {
     "events": "events",
+    "receive": "x = ranks.receive(me - 1, x)",
+    "loss": "loss(y, target)",
     "popped": "xs.pop(i), ys.pop(i)",
     "backward": "y.backward(*([] if me == last else [ranks.receive(me + 1, like=y)]))",
     "unless_first": "me != 0",
@@ -62,6 +64,19 @@ def sequence_parallel_mlp(x, w1, w2, ranks):
         grad_h = (whole @ w2) * (h > 0)
         return scatter(grad_h @ w1), grad_h.T @ {x}, whole.T @ h.relu()
     return scatter(h.relu() @ w2.T), backward
+"""
+
+MLP_BY_WEIGHTS = """
+def sequence_parallel_mlp(x, w1, w2, ranks):
+    d = x.shape[1]
+    gather = lambda rows: ranks.all_gather(rows.reshape(-1)).view(-1, d)
+    scatter = lambda rows: ranks.reduce_scatter(rows.reshape(-1)).view(-1, d)
+    w1, w2 = gather(w1), gather(w2.T).T
+    h = x @ w1.T
+    def backward(grad_y):
+        grad_h = (grad_y @ w2) * (h > 0)
+        return grad_h @ w1, scatter(grad_h.T @ x), scatter(h.relu().T @ grad_y).T
+    return h.relu() @ w2.T, backward
 """
 
 TWO_SUMS = """
@@ -92,42 +107,25 @@ COUNTS = {
     "like": "parts[0].new_empty",
 }
 
-GROUPS = """
-def groups_of(rank, sizes):
-    strides = [math.prod(sizes[a {sign} :]) if {last} else math.prod(sizes[:a])
-               for a in range(len(sizes))]
-    starts = [rank - rank // t % s * t for t, s in zip(strides, sizes)]
-    return [range(b, b + t * s, t) for b, t, s in zip(starts, strides, sizes)]
+ZIGZAG_RING = """
+def zigzag_ring(q, k, v, ranks):
+    n, me, half = ranks.count, ranks.number, len(q) // 2
+    own = torch.arange(2 * half)
+    {own}
+    for step in range(1, n):
+        k, v = pass_on(k, ranks), pass_on(v, ranks)
+        if step <= me:
+            {lower}
+        else:
+            {higher}
+    return out, lse
 """
-
-PLAYED = """
-def step_ms(orders, forward_ms, backward_ms):
-    took = {{"forward": forward_ms, "backward": backward_ms}}
-    done, now, at = {{}}, [0.0] * len(orders), [0] * len(orders)
-    for _ in range({rounds}):
-        for stage, events in enumerate(orders):
-            if at[stage] == len(events):
-                continue
-            kind, i = events[at[stage]]
-            before = (kind, i, stage - 1 if kind == "forward" else stage + 1)
-            if kind == "backward" and stage == len(orders) - 1:
-                before = ("forward", i, stage)
-            if kind == "forward" and stage == 0:
-                start = now[stage]
-            elif before in done:
-                start = {start}
-            else:
-                continue
-            done[kind, i, stage] = now[stage] = start + took[kind]
-            at[stage] += 1
-    return max(now) if all(a == len(e) for a, e in zip(at, orders)) else None
-"""
-ALL_ROUNDS = {"rounds": "sum(map(len, orders))", "start": "max(now[stage], done[before])"}
-
-ZIGZAG = """
-def zigzag(tokens, ranks):
-    {body}
-"""
+BY_HALVES = {
+    "own": "out, lse = attend(q, k, v, own[:, None] >= own)",
+    "lower": "out, lse = merge(out, lse, *attend(q, *(x.chunk(2)[0] for x in (k, v))))",
+    "higher": "out[half:], lse[half:] = merge(out[half:], lse[half:], *attend(q[half:], k, v))",
+}
+MASKED = "out, lse = merge(out, lse, *attend(q, k, v, {}))"
 
 
 def verdict_on(source, **parts):
@@ -149,16 +147,7 @@ def verdict_on(source, **parts):
             {"sums": LARGER_FIRST, "lse": "m + (a + b).log()"},
         ),
         (ALL_TO_ALL, COUNTS | {"others": "[(me + shift) % n for shift in range(1, n)]"}),
-        (GROUPS, {"sign": "+ 1", "last": "True"}),
-        (PLAYED, ALL_ROUNDS),
-        (
-            ZIGZAG,
-            {
-                "body": "c = tokens // ranks // 2; t = torch.arange(tokens); return "
-                "[torch.cat([t[r * c : r * c + c], t[tokens - r * c - c : tokens - r * c]])"
-                " for r in range(ranks)]"
-            },
-        ),
+        (ZIGZAG_RING, BY_HALVES),
     ],
     ids=lambda part: part.split("(")[0].split()[-1] if isinstance(part, str) else "",
 )
@@ -178,6 +167,22 @@ def test_a_right_answer_of_another_kind_passes(source, parts):
         (STAGE, SAME | {"popped": "xs.pop(i), ys[i]"}, "outputs stay held"),
         (STAGE, SAME | {"popped": "xs.pop(next(iter(xs))), ys.pop(next(iter(ys)))"}, "came first"),
         (STAGE, SAME | {"unless_first": "True"}, "send `if me > 0`"),
+        (STAGE, SAME | {"receive": "ranks.receive(me - 1, x)"}, "what is received is dropped"),
+        (
+            STAGE,
+            SAME | {"receive": "x.copy_(ranks.receive(me - 1, x))"},
+            "don't copy what arrives into the template",
+        ),
+        (STAGE, SAME | {"loss": "loss(y, target) / len(micro_batches)"}, "the loss is divided"),
+        (
+            STAGE,
+            SAME
+            | {
+                "popped": "xs.pop(i), ys.pop(i); "
+                "y = stage(x) if me != last else loss(stage(x), micro_batches[i][1])"
+            },
+            "keep y from the forward pass",
+        ),
         (
             STAGE,
             SAME | {"backward": SAME["backward"].replace("like=y", "micro_batches[i][0]")},
@@ -187,6 +192,7 @@ def test_a_right_answer_of_another_kind_passes(source, parts):
         (RING, {"after": "k, v = pass_on(k, ranks), pass_on(v, ranks)"}, "which nobody needs"),
         (MLP, {"grad_y": "grad_y", "x": "gather(x)"}, "grad_y is not gathered"),
         (MLP, {"grad_y": "gather(grad_y)", "x": "x"}, "it needs all of them"),
+        (MLP_BY_WEIGHTS, {}, "the weights travel, as in FSDP"),
         (TWO_SUMS, {"sums": "a, b = lse.exp(), new_lse.exp()", "lse": "(a + b).log()"}, "overflow"),
         (
             TWO_SUMS,
@@ -209,24 +215,22 @@ def test_a_right_answer_of_another_kind_passes(source, parts):
             "`like` has the dtype",
         ),
         (ALL_TO_ALL, COUNTS | {"like": "torch.empty"}, "rows are received in the default dtype"),
-        (GROUPS, {"sign": "", "last": "False"}, "the last axis is the one that runs fastest"),
-        (PLAYED, ALL_ROUNDS | {"rounds": "1"}, "go around them again"),
-        (PLAYED, ALL_ROUNDS | {"start": "done[before]"}, "its own stage may still be busy"),
         (
-            ZIGZAG,
-            {
-                "body": "c = torch.arange(tokens).chunk(2 * ranks); "
-                "return [torch.cat([c[-1 - r], c[r]]) for r in range(ranks)]"
-            },
-            "return a rank's tokens in order",
+            ZIGZAG_RING,
+            BY_HALVES | {"higher": "pass", "lower": "pass"},
+            "not yet",
         ),
         (
-            ZIGZAG,
-            {
-                "body": "t = torch.arange(tokens).view(-1, 2 * ranks); "
-                "return [t[:, [r, 2 * ranks - 1 - r]].flatten() for r in range(ranks)]"
-            },
-            "chunks of a rank: yours",
+            ZIGZAG_RING,
+            BY_HALVES
+            | {"lower": MASKED.format("(own < half).expand(len(q), -1)")}
+            | {"higher": MASKED.format("(own >= half)[:, None].expand(-1, len(k))")},
+            "hidden scores are computed and then masked",
+        ),
+        (
+            ZIGZAG_RING,
+            BY_HALVES | {"lower": BY_HALVES["lower"].replace("[0]", "[1]")},
+            "take its early one",
         ),
     ],
     ids=lambda part: part.split("(")[0].split()[-1] if isinstance(part, str) else "",
@@ -235,12 +239,3 @@ def test_a_wrong_answer_is_refused_and_its_mistake_named(source, parts, named):
     text = verdict_on(source, **parts)
     assert text.startswith("not yet")
     assert named in text
-
-
-def test_a_time_where_none_is_right_and_the_other_way_around_are_told_apart():
-    never = verdict_on("def step_ms(orders, forward_ms, backward_ms):\n    return None\n")
-    assert "yours is None, as of stages that hang; these take " in never
-    assert "is a `return` missing?" not in never
-    assert "these stages hang: return None" in verdict_on(
-        PLAYED.replace("else None", "else max(now)"), **ALL_ROUNDS
-    )

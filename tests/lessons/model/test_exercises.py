@@ -13,6 +13,7 @@ from lib.lessons.model.exercises import (
     backward,
     bigram_gradient,
     bill,
+    block,
     cross_entropy_loss,
     evaluate_formula,
     frequencies_of,
@@ -25,7 +26,7 @@ from lib.lessons.model.exercises import (
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
 from lib.model.llama import pairs_to_halves
-from lib.model.transformer import RotaryEmbedding
+from lib.model.transformer import RotaryEmbedding, TransformerBlock
 
 
 def bigram_by_one_hot(weight, inputs, targets):
@@ -71,6 +72,22 @@ def rotate_by_lib(x, theta, layout):
     return pairs_to_halves(rope(pairs).movedim(-1, 0), num_heads=1).movedim(0, -1)
 
 
+def block_by_lib(x, w, num_heads, rope):
+    """`lib`'s block, with the rope that is given."""
+    width, d_ff = w["ffn.w2.weight"].shape
+    shape = ModelConfig(
+        vocab_size=2,
+        context_length=99,
+        d_model=width,
+        num_layers=1,
+        num_heads=num_heads,
+        d_ff=d_ff,
+        positions="none",
+    )
+    theirs = TransformerBlock(shape)
+    return torch.func.functional_call(theirs, w, (x, lambda y, *_: rope(y)))
+
+
 def bill_by_lib(d_model, d_ff, layers, heads, kv_heads, vocab_size, context):
     shape = ModelConfig(
         vocab_size=vocab_size,
@@ -112,6 +129,7 @@ def as_head(size, rotation):
         (backward, backward_by_counting),
         (attention, attention_of_pytorch),
         (rotate, rotate_by_lib),
+        (block, block_by_lib),
         (bill, bill_by_lib),
         (previous_token_head, uneven_head),
     ],

@@ -49,7 +49,10 @@ def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_save
     if is_saved:
         saved()
     model = model_of_notebook_02()
-    assert capsys.readouterr().out == "rotate: the solution, attention: the solution\n"
+    assert (
+        capsys.readouterr().out
+        == "rotate: the solution, attention: the solution, block: the solution\n"
+    )
     theirs = TransformerLM(SHAPE)
     weights = model.init_weights(SHAPE, seed=0)
     theirs.load_state_dict(weights)
@@ -60,7 +63,9 @@ def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_save
 def test_an_answer_with_a_function_of_its_own_is_taken_and_a_wrong_one_is_not(saved, capsys):
     saved(rotate=OWN_ROTATE, attention="def attention(x, *given):\n    return x")
     model = model_of_notebook_02()
-    assert capsys.readouterr().out == "rotate: yours, attention: the solution\n"
+    assert (
+        capsys.readouterr().out == "rotate: yours, attention: the solution, block: the solution\n"
+    )
     assert "angles_of" in model.rotate.__code__.co_names
     assert model.rotate is not rotate.solve
     # the other functions use them, too

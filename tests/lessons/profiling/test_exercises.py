@@ -348,3 +348,21 @@ def test_a_guess_at_a_plant_is_told_what_its_trace_would_show():
     assert "it is not 'heads': attention would have several times as many matmuls" in text
     text = verdict(exercises.cause, lambda plant: "rope", seed=0)
     assert "it returned 'rope'; the causes are 'one-hot', 'heads', 'mask'" in text
+
+
+def test_a_loop_that_loads_everything_first_lets_the_gpu_idle():
+    def loads_first(gpu, batches):
+        losses = [gpu.step(batch) for batch in [gpu.load(batch) for batch in batches]]
+        values = [loss.item() for loss in losses]
+        return sum(values) / len(values), max(values)
+
+    def on_the_device(gpu, batches):
+        total = largest = None
+        for batch in batches:
+            loss = gpu.step(gpu.load(batch))
+            total = loss if total is None else total + loss
+            largest = loss if largest is None else gpu.maximum(largest, loss)
+        return (total / len(batches)).item(), largest.item()
+
+    assert "at too high a cost" in verdict(exercises.train, loads_first)
+    assert verdict(exercises.train, on_the_device).startswith("right")

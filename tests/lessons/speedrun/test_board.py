@@ -48,6 +48,11 @@ def test_the_tails_of_students_t_are_those_of_its_tables():
     assert chance_of_faster([1, 2, 3], [1, 2, 3]) == pytest.approx(0.5)
 
 
+def test_a_single_run_is_on_the_board_and_claims_nothing():
+    (row, _) = board_rows([entry("one", [50]), entry("slow", [90, 95, 93])])
+    assert (row["seconds"], row["faster than"], row["claim"]) == ("45.0", "–", "1 of 3 seeds")
+
+
 def test_faster_is_said_only_where_chance_would_not():
     clear, near, slow = (
         entry("clear", [50, 51, 52]),
@@ -86,13 +91,20 @@ def test_a_submission_is_checked_and_its_sprint_raced_again(tmp_path, monkeypatc
     append_record(tmp_path / "mine.jsonl", mine := entry("mine", [50, 51, 52]))
     (tmp_path / "LEADERBOARD.md").write_text(leaderboard([mine]), encoding="utf-8")
     raced = []
-    monkeypatch.setattr(commands, "race_source", lambda *asked: raced.append(asked[0]))
+    again = [mine]
+    monkeypatch.setattr(commands, "race_source", lambda *asked: raced.append(asked[0]) or again[0])
     config = commands.CheckConfig(entries=(tmp_path / "mine.jsonl",))
     assert commands.check(config) == 0
     assert raced == ["mine"]
     (tmp_path / "LEADERBOARD.md").write_text("mine is the fastest", encoding="utf-8")
     assert commands.check(config) == 1
     assert "not made from the records" in capsys.readouterr().out
+    # its source does not do what its record says
+    again[0] = copy.deepcopy(mine)
+    for run in again[0]["figures"]["runs"]:
+        run["tokens"] *= 2
+    assert commands.check(config) == 1
+    assert "mine.jsonl: raced again, it takes" in capsys.readouterr().out
 
 
 def test_a_card_is_one_picture(tmp_path):
@@ -132,8 +144,9 @@ def test_the_ladder_has_a_recipe_for_each_idea_and_its_records_are_of_them():
         assert {name: one["figures"]["source"] for name, one in entries.items()}.items() <= (
             recipes.items()
         )
-        rows = ladder.rows(entries)
-        assert len(rows) == len(entries)
+        assert ladder.steps(entries).keys() == entries.keys()
+    ideas = {name for entries in ladder.read().values() for name in entries}
+    assert [row["idea"] for row in ladder.rows(ladder.read())] == [n for n in recipes if n in ideas]
     assert dataclasses.asdict(SPRINT)["target"] == 0.6
     assert statistics.mean(board.times(entry("mine", [50, 51, 52]))) < 51
 

@@ -1,4 +1,4 @@
-"""The speedrun: what is chosen for which machine, training until a deadline, and the outlook."""
+"""The speedrun: what is chosen for which machine, and training until a deadline."""
 
 import contextlib
 import dataclasses
@@ -14,12 +14,8 @@ from lib.lessons.speedrun.plan import (
     H100,
     TWO_T4,
     Machine,
-    card_rows,
     choose,
-    compile_gain_of,
-    extrapolate,
     memory_rows,
-    reached,
     run_training,
 )
 from lib.model.config import ModelConfig
@@ -46,7 +42,6 @@ def values(machine, **settings):
             {
                 "processes": 2,
                 "dtype": "float16",
-                "attention_kernel": "auto",
                 "ddp_wrapper": "flashddp",
                 "low_precision_weights": False,
             },
@@ -55,22 +50,14 @@ def values(machine, **settings):
             H100,
             {
                 "dtype": "bfloat16",
-                "attention_kernel": "flash_attention_triton",
                 "cuda_graph": True,
                 "low_precision_weights": True,
             },
         ),
     ],
 )
-def test_the_chip_decides_dtype_and_kernel(machine, expected):
+def test_the_chip_decides_the_dtype(machine, expected):
     assert expected.items() <= values(machine).items()
-
-
-@pytest.mark.parametrize("machine", [TWO_T4, H100, A100])
-@pytest.mark.parametrize("fastest", speedrun.KERNELS)
-def test_a_measurement_beats_the_rule_of_thumb(machine, fastest):
-    times = dict.fromkeys(speedrun.KERNELS, 2.0) | {fastest: 1.0}
-    assert values(machine, attention_ms=times)["attention_kernel"] == fastest
 
 
 @pytest.mark.parametrize("machine", [CPU, Machine("mps", "Apple M3")])
@@ -122,41 +109,10 @@ def test_the_optimizer_is_sharded_where_it_would_crowd_the_gpu():
     assert (narrow["sharded_optimizer"], narrow["ddp_wrapper"]) == ("zero1", "none")
 
 
-def test_compiling_is_for_runs_long_enough_to_pay_for_it():
-    assert not values(H100, minutes=20, compile_gain=0.04)["compile"]
-    assert values(H100, minutes=60, compile_gain=0.04)["compile"]
-    assert values(H100, minutes=None, compile_gain=0.04)["compile"]
-
-
-def test_without_triton_nothing_is_chosen_that_needs_it():
-    chosen = values(dataclasses.replace(H100, has_triton=False), minutes=None, compile_gain=0.04)
-    assert (chosen["compile"], chosen["attention_kernel"]) == (False, "sdpa")
-
-
-def test_the_gain_of_compiling_is_the_largest_on_record():
-    def record(model, candidate, speed):
-        figures = {"task": "step", "model": model, "candidate": candidate, "tokens_per_s": speed}
-        return {"figures": figures}
-
-    records = [record("a", "all", 100), record("a", "without torch.compile", 98)]
-    records += [record("b", "all", 50), record("b", "without torch.compile", 45)]
-    records += [record("c", "all", 10), {"figures": {"task": "loss"}}]
-    assert compile_gain_of(records) == pytest.approx(0.1)
-    assert compile_gain_of([]) == 0
-
-
-def test_attention_is_not_timed_without_a_gpu(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert speedrun.attention_times(ModelConfig()) == {}
-
-
-@pytest.mark.gpu
-def test_each_kernel_is_timed_on_a_gpu():
-    times = speedrun.attention_times(ModelConfig(context_length=64), batch_size=2)
-    assert "sdpa" in times
-    assert all(0 < ms < 1000 for ms in times.values())
+def test_compiling_is_for_full_runs_where_triton_is():
+    assert not values(H100, minutes=20)["compile"]
+    assert values(H100, minutes=None)["compile"]
+    assert not values(dataclasses.replace(H100, has_triton=False), minutes=None)["compile"]
 
 
 @pytest.fixture(scope="module")
@@ -193,75 +149,6 @@ def test_training_stops_at_the_deadline_and_goes_on_with_a_later_one(config, ran
     assert stopped.checkpoint.name == f"step-{stopped.step:08d}"
     finished = run_training(plan, config, math.inf)
     assert (finished.status, finished.step) == ("finished", 12)
-
-
-def curve(tokens, a=0.7, b=300.0, c=0.5):
-    return [{"tokens": n, "loss": a + b * n**-c} for n in tokens]
-
-
-def test_a_power_law_is_found_again():
-    lines = curve(range(10_000, 200_000, 10_000))
-    spoiled = [*lines[:5], {"tokens": 55_000, "loss": math.nan}, *lines[5:]]
-    low, high = extrapolate(spoiled, 1_000_000)
-    assert low == pytest.approx(high, abs=1e-6) == pytest.approx(0.7 + 300 * 1e-3, abs=1e-6)
-
-
-def test_a_curve_of_another_form_gives_a_wide_range():
-    lines = curve(range(10_000, 200_000, 10_000))
-    for line in lines[10:]:
-        line["loss"] -= 0.5
-    low, high = extrapolate(lines, 1_000_000)
-    assert high - low > 0.2
-
-
-def test_no_range_ends_above_the_loss_reached():
-    lines = curve(range(10_000, 200_000, 10_000))
-    for number, line in enumerate(lines):
-        line["loss"] -= 0.02 * number**2
-    low, high = extrapolate(lines, 200_000)
-    assert low <= high == pytest.approx(reached(lines).loss)
-
-
-def test_a_curve_that_falls_faster_than_its_first_half_said_fails_the_test():
-    lines = curve(range(10_000, 400_000, 10_000))
-    for number, line in enumerate(lines):
-        line["loss"] += 0.02 * (-1) ** number
-    end = reached(lines)
-    assert extrapolate(lines[:19], end.tokens).holds(end.loss)
-    for line in lines[19:]:
-        line["loss"] -= 0.5
-    assert not extrapolate(lines[:19], end.tokens).holds(reached(lines).loss)
-
-
-def test_the_point_reached_is_the_mean_of_the_last_eight_that_are_finite():
-    lines = [{"tokens": 10 * n, "loss": float(n)} for n in range(1, 11)]
-    assert reached([*lines, {"tokens": 110, "loss": math.nan}]) == (65, 6.5)
-    assert reached(lines[:2]) == (15, 1.5)
-    with pytest.raises(ValueError, match="at least one finite loss"):
-        reached([{"tokens": 5, "validation_loss": 3.0}])
-
-
-def test_too_few_points_or_nothing_left_give_none():
-    lines = curve(range(10_000, 200_000, 10_000))
-    assert extrapolate(lines[:7], 10**6) is None
-    assert extrapolate(lines, 190_000) is None
-    assert extrapolate([{"tokens": 5, "validation_loss": 3.0}], 10**6) is None
-
-
-def test_a_results_card_is_in_words_with_the_newest_earlier_results_beside_it():
-    figures = {"status": "done", "bits_per_byte": 1.0, "seconds_in_all": 60.0}
-    record = {"date": "2026-01-09T00:00:00+00:00", "figures": figures}
-    earlier = [
-        {"date": f"2026-01-0{day}T12:00:00+00:00", "figures": {"bits_per_byte": float(day)}}
-        for day in range(1, 6)
-    ]
-    rows = card_rows(record, earlier)
-    assert [row["speedrun"] for row in rows] == ["status", "bits per byte", "in all (s)"]
-    assert [row["this run"] for row in rows] == list(figures.values())
-    # the newest first
-    days = [(f"2026-01-0{day} 12:00:00", float(day)) for day in (5, 4, 3)]
-    assert list(rows[1].items()) == [("speedrun", "bits per byte"), ("this run", 1.0), *days]
-    assert card_rows(record)[0] == {"speedrun": "status", "this run": "done"}
 
 
 def test_sharding_lets_two_t4_train_a_larger_model():

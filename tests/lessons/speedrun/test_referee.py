@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from lib.lessons.speedrun import referee
-from lib.lessons.speedrun.race import edited
+from lib.lessons.speedrun.race import RECIPES, Track, compiled, edited
 from lib.lessons.speedrun.referee import Fault, Run, check_distinct, run_entry, seeds
 from tests.lessons.speedrun.toy import ENTRY, rule, run_here, toy_course
 
@@ -152,24 +153,24 @@ def test_a_fresh_process_opens_nothing_but_code_and_finishes_the_race(tmp_path, 
     assert np.diff([0, *(point[0] for point in found.curve)]).min() >= course.race.judged_every
 
 
-PAIR = {
-    "import numpy as np\n": "import numpy as np\nimport torch.distributed as dist\n",
-    "default_rng(seed)": "default_rng((seed, race.rank))",
-    "        optimizer.step()\n": "        for p in model.parameters():\n"
-    "            dist.all_reduce(p.grad)\n            p.grad /= race.world_size\n"
-    "        optimizer.step()\n",
-}
-
-
 def test_two_ranks_train_one_model_and_their_errors_are_told():
     course = toy_course()
     pair = dataclasses.replace(course, which=dataclasses.replace(course.which, ranks=2))
-    found = run_entry(edited(ENTRY, PAIR), pair, 1)
-    alone = run_entry(ENTRY, course, 1)
-    # each rank has batches of its own
-    assert found.curve[0][0] == alone.curve[0][0] == 1024
+    found = run_entry((RECIPES / "pair.py").read_text(encoding="utf-8"), pair, 1)
+    # two steps, in which each rank has a batch of its own
+    assert found.curve[0][0] == 2 * 2 * 8 * 256
     assert found.curve[-1][2] <= course.race.target
     with pytest.raises(Fault, match="I am rank 1"):
         run_entry(
             edited(ENTRY, {BUILD: "    assert race.rank == 0, 'I am rank 1'\n" + BUILD}), pair, 1
         )
+
+
+def test_the_recipe_for_tinystories_takes_a_step(monkeypatch):
+    batch = Track.batch
+    monkeypatch.setattr(Track, "batch", lambda race, size, *how: batch(race, size // 128, *how))
+    track = Track(train_tokens=rule(1000, 0), vocab_size=64, device=torch.device("cpu"))
+    source = (RECIPES / "full.py").read_text(encoding="utf-8")
+    model, tokens = next(compiled(source, {}, "recipe")(track, 1))
+    assert tokens == 2 * 256
+    assert bool(torch.isfinite(model.lm_head.weight).all())

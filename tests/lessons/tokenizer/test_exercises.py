@@ -17,7 +17,6 @@ from lib.lessons.tokenizer.exercises import (
     choose_tokens,
     encode_ranked,
     fewest_tokens,
-    mended_read_chunks,
     merge,
     plain_training,
     split_gpt4,
@@ -28,7 +27,7 @@ from lib.lessons.tokenizer.exercises import (
 )
 from lib.lessons.tokenizer.texts import gpt2_ids, gpt2_ranks, python_manual
 from lib.tokenizer.bpe import count_pretokens, train_from_counts
-from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, iter_chunks
+from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
 
 
 def test_inputs_start_short_and_hold_an_empty_one():
@@ -98,27 +97,15 @@ def split_by_minbpe(text):
     )
 
 
-def tiktoken_ids(text, ranks, special):
+def tiktoken_ids(text, ranks, special=()):
     encoding = tiktoken.Encoding(
         "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
     )
     return encoding.encode(text, allowed_special="all")
 
 
-def encode_by_tiktoken(text, ranks, special):
-    # where one special token begins another, tiktoken may take either
-    if (longer := f"{SEPARATOR}2") in special:
-        text, special = text.replace(longer, "<|other|>"), dict(special)
-        special["<|other|>"] = special.pop(longer)
-    return tiktoken_ids(text, ranks, special)
-
-
 def learn_as_lib(counts, num_merges):
     return train_from_counts(counts, 256 + num_merges)[1]
-
-
-def cut_as_lib(stream, size):
-    yield from iter_chunks(stream, size)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +113,11 @@ def cut_as_lib(stream, size):
     [
         (split_gpt4, split_by_tiktoken),
         (split_gpt4, split_by_minbpe),
-        (encode_ranked, encode_by_tiktoken),
+        (encode_ranked, tiktoken_ids),
         (train, learn_as_lib),
         (train_fast, learn_as_lib),
-        (mended_read_chunks, cut_as_lib),
     ],
-    ids=["split_gpt4", "split_gpt4 of minbpe", "encode", "train", "train_fast", "read_chunks"],
+    ids=["split_gpt4", "split_gpt4 of minbpe", "encode", "train", "train_fast"],
 )
 def test_an_independent_answer_is_right(exercise, independent):
     assert verdict(exercise, independent, seed=0).startswith("right")
@@ -151,29 +137,6 @@ def test_counting_anew_for_each_merge_is_right_but_at_too_high_a_cost():
     assert training_seconds(train.solve) > most
     text = verdict(train_fast, train_and_stop_early, seed=0)
     assert "but at too high a cost" in text
-
-
-def test_the_stream_of_the_lesson_has_the_bugs_that_it_claims():
-    broken, *_ = mended_read_chunks.wrong_functions()
-    assert broken.startswith("it still cuts before the last space")
-
-    def read_chunks(stream, size):
-        rest = b""
-        while block := stream.read(size):
-            rest += block
-            cut = rest.rfind(b" ")
-            yield rest[:cut]
-            rest = rest[cut:]
-        yield rest
-
-    text = verdict(mended_read_chunks, read_chunks, seed=0)
-    assert f"It looks as if {broken}." in text
-    assert "pre-tokens" in text
-
-
-def test_text_that_waits_for_the_whole_stream_fails():
-    text = verdict(mended_read_chunks, lambda stream, size: iter([stream.read()]), seed=0)
-    assert "held back too long" in text
 
 
 def test_chosen_tokens_are_fewer_than_those_of_plain_training():
@@ -218,7 +181,8 @@ def test_gpt2s_ranks_and_stored_ids_are_those_of_tiktoken():
     assert tiktoken_ids("Hello, world!", ranks, special) == [15496, 11, 995, 0]
     for text, ids in gpt2_ids().items():
         assert tiktoken_ids(text, ranks, special) == ids
-        assert encode_ranked.solve(text, ranks, special) == ids
+        if SEPARATOR not in text:
+            assert encode_ranked.solve(text, ranks) == ids
 
 
 def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():
@@ -228,10 +192,10 @@ def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():
     assert f'vocab_bpe_hash="{found}"' in source
 
 
-def test_each_exercise_has_four_to_six_mistakes():
+def test_each_exercise_has_four_mistakes_or_more():
     for exercise in vars(exercises).values():
         if isinstance(exercise, Exercise):
-            assert 4 <= len(exercise.mistake_table()) <= 6
+            assert len(exercise.mistake_table()) >= 4
 
 
 def test_recorded_speeds_have_a_row_for_each_encoder_with_the_fastest_first(capsys):

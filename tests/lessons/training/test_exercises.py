@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch.optim.adamw import adamw
 
-from lib.data import get_batch
-from lib.lessons.exercise import NOT_ATTEMPTED, draw_inputs, verdict
-from lib.lessons.training import exercises, short_run, toys
+from lib.lessons.exercise import draw_inputs, verdict
+from lib.lessons.training import exercises, toys
 from lib.lessons.training.broken import FAULTS
-from lib.lessons.training.exercises import BUDGET_GOAL, BUDGET_REACHED, PLAIN_SETTINGS
-from lib.lessons.training.toys import ToyDecoder, loss_on_budget
+from lib.lessons.training.toys import ToyDecoder
 
 
 def adamw_step(weight, gradient, state, lr, weight_decay=0.0):
@@ -160,53 +158,6 @@ def test_a_loss_that_is_a_tensor_is_refused():
     assert "must be called with numbers, got a tensor; use .item()" in verdict(
         exercises.train, attempt
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 8}, "ValueError: return a dict with the keys batch_size, learning_rate"),
-        (PLAIN_SETTINGS | {"batch_size": 0}, "ValueError: batch_size must be between 1 and 512"),
-        (PLAIN_SETTINGS | {"learning_rate": "high"}, "learning_rate must be a number, got 'high'"),
-        (PLAIN_SETTINGS | {"warmup_steps": 100}, "ValueError: 512 sequences are 16 steps at this"),
-        (PLAIN_SETTINGS, "but at too high a cost\n  yours 4."),
-        (PLAIN_SETTINGS | {"learning_rate": 1e4}, "but at too high a cost\n  yours"),
-    ],
-)
-def test_settings_that_no_run_can_have_or_that_do_badly_are_not_right(settings, message):
-    text = verdict(exercises.settings, lambda: settings)
-    assert text.startswith("not yet")
-    assert message in text
-
-
-def test_other_settings_below_the_goal_are_right_and_plain_ones_are_far_above_it():
-    good = PLAIN_SETTINGS | {"batch_size": 4, "learning_rate": 0.01}
-    text = verdict(exercises.settings, lambda: good)
-    assert text.startswith("right: as expected\n  yours 2.")
-    assert "`plain_settings` 4." in text
-    assert loss_on_budget(PLAIN_SETTINGS) > BUDGET_GOAL + 1
-    assert abs(loss_on_budget(exercises.settings.solve()) - BUDGET_REACHED) < 0.01
-
-
-def test_settings_that_are_not_written_yet_are_not_attempted():
-    def stub():
-        raise NotImplementedError
-
-    assert verdict(exercises.settings, stub) == NOT_ATTEMPTED
-
-
-@pytest.mark.parametrize("batch_size", [1, 32, 500])
-def test_a_budget_is_a_number_of_sequences_whatever_the_batch_size(batch_size, monkeypatch):
-    drawn = []
-
-    def counted(tokens, size, *given, **options):
-        drawn.append(size)
-        return get_batch(tokens, size, *given, **options)
-
-    monkeypatch.setattr(short_run, "get_batch", counted)
-    monkeypatch.setattr(toys, "BUDGET", 64 if batch_size < 64 else 512)
-    loss_on_budget(PLAIN_SETTINGS | {"batch_size": batch_size, "warmup_steps": 0})
-    assert sum(drawn) <= toys.BUDGET < sum(drawn) + batch_size
 
 
 def test_an_answer_without_the_defaults_that_the_page_relies_on_is_not_right():

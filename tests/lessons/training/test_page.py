@@ -36,11 +36,9 @@ def test_the_learning_rates_that_a_reader_chooses_from_are_those_that_are_tried(
     assert said(r"for lr in \(([^)]*)\):\n    weights =", sources) == (", ".join(asked),)
 
 
-def test_the_run_is_the_same_as_libs_and_takes_about_as_long_on_a_cpu():
+def test_the_run_is_the_same_as_libs():
     (apart,) = said(r"100 losses, at most (\S+) apart", OUTPUTS)
-    yours, libs = said(r"a step takes ([\d.]+) ms with yours, ([\d.]+) ms with lib's", OUTPUTS)
     assert float(apart) < 1e-3
-    assert 0.6 < float(libs) / float(yours) < 1.2
 
 
 ANSWERS = {
@@ -51,12 +49,6 @@ ANSWERS = {
     "resume": others.resume_by_pickle,
     "top_p_filter": others.top_p_filter,
     "decode": others.decode,
-    "settings": lambda: {
-        "batch_size": 4,
-        "learning_rate": 0.01,
-        "warmup_steps": 10,
-        "weight_decay": 0.1,
-    },
 }
 
 

@@ -116,6 +116,34 @@ def test_a_launch_without_sizes_takes_those_of_the_first_configuration():
     assert run.grid == (2, 2)
 
 
+def test_an_output_is_stored_once():
+    last = '        total = tl.dot(a, b, total, input_precision="ieee")\n'
+    store = "tl.store(c_ptr + rows[:, None] * N + columns[None, :], total, mask="
+    inside = "(rows < M)[:, None] & (columns < N)[None, :]"
+    in_loop = edited(solutions_triton.matmul, last, f"{last}        {store}{inside})\n")
+    assert "store each element once, after the loop that it needs" in verdict_on("matmul", in_loop)
+
+
+def test_exchanged_axes_of_a_grid_are_named():
+    texts = ["rows = tl.program_id(0)", "rows = tl.program_id(1)"]
+    texts += ["columns = tl.program_id(1)", "columns = tl.program_id(0)"]
+    told = verdict_on("transpose", edited(solutions_triton.transpose, *texts))
+    assert "the two axes of the grid are mixed up" in told
+
+
+def test_a_matmul_too_thin_to_compile_is_refused():
+    def thin(x, w, bias):
+        (M, K), N = x.shape, w.shape[1]
+        y = torch.empty(M, N)
+        grid, tile = (triton.cdiv(M, 32), triton.cdiv(N, 32)), {"ROWS": 32, "COLUMNS": 32}
+        kernel = solutions_triton.linear_relu_kernel
+        kernel[grid](x, w, bias, y, M, N, K, **tile, DEPTH=1)
+        return y
+
+    told = verdict(exercises.linear_relu, exercises.launches(thin))
+    assert "tl.dot has to add up at least 16 products, got 1" in told
+
+
 def test_a_race_is_a_fault_though_the_result_is_right():
     told = verdict_on("copy", copy_by_all)
     assert "programs 0 and 1 both store element 0 of y" in told
@@ -127,7 +155,7 @@ def test_the_reason_why_a_kernel_does_not_compile_comes_with_its_line(tmp_path):
     file.write_text(source, encoding="utf-8")
     kernel = triton.jit(runpy.run_path(str(file))["rms_norm"])
     words = exercises.compiled_words(kernel, exercises.launch_rms_norm(torch.ones(3, 20), 1e-5))
-    assert "does not compile\n    in `for start in range(0, N, BLOCK):`" in words
+    assert "does not compile\n    in `for start in range(0, N, BLOCK):" in words
     assert "Loop-carried variable squares" in words
 
 

@@ -42,8 +42,8 @@ def average_gradients(model, ranks):
 
 def recipe(race, seed):
     shape = ModelConfig(
-        vocab_size=race.vocab_size, context_length=128,
-        d_model=128, num_layers=3, num_heads=4, d_ff=352, qk_norm=True,
+        vocab_size=race.vocab_size, context_length=256,
+        d_model=128, num_layers=4, num_heads=4, d_ff=352, qk_norm=True,
     )  # fmt: skip
     weights = torch.Generator().manual_seed(seed)  # the same numbers on every device
     model = TransformerLM(shape, generator=weights).to(race.device)
@@ -58,7 +58,7 @@ def recipe(race, seed):
     optimizer = AdamW(groups, lr=0.0, betas=(0.9, 0.95))
     draws = np.random.default_rng((seed, race.rank))  # batches of its own
     for step in itertools.count(1):
-        lr = 1.2e-2 * min(1, step / 10, max(0.02, (2400 - step) / 1200))
+        lr = 1.2e-2 * min(1, step / 10, max(0.02, (1400 - step) / 700))
         for group in optimizer.param_groups:
             group["lr"] = lr
         x, y = race.batch(8, shape.context_length, draws)
