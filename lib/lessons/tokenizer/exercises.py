@@ -123,6 +123,11 @@ if not pairs: => if not pairs or max(pairs.values()) < 2:
 (pairs[pair], vocab[pair[0]], vocab[pair[1]]) => (pairs[pair], vocab[pair[0]] + vocab[pair[1]])
     | among equally frequent pairs the joined bytes decide; compare the left token's bytes, and
     then the right one's
+for pair in pairwise(word) => for pair in set(pairwise(word))
+    | a pair counts once in a word; count each place
+best = max(pairs, key=lambda pair: (pairs[pair], vocab[pair[0]], vocab[pair[1]])) =>
+    best = min(pairs, key=lambda pair: (-pairs[pair], vocab[pair[0]], vocab[pair[1]]))
+    | among equally frequent pairs the first in the alphabet is merged; take the last
 merges.append((left, right)) => merges.append(left + right)
     | these are the joined tokens; return each pair of byte strings
 """
