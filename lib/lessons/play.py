@@ -65,7 +65,8 @@ def _job(
         # of this rank: others call the function at the same time
         found = _harnessed(harness, function)(*copy.deepcopy([*given]), ranks)
         found = found if isinstance(found, Named) else Named(result=found)
-        return Named(found, calls=Named(ranks.calls)) if same_calls else found
+        # calls first: one that is missing explains what is wrong with the rest
+        return Named({"calls": Named(ranks.calls)} | found) if same_calls else found
 
     return job
 

@@ -153,13 +153,6 @@ def show_cuda(file: str, name: str, first: str, last: str) -> Markdown:
     return show_excerpt(text, path, name, first, last, language="cpp")
 
 
-def missing(*commands: str) -> None:
-    """Say what makes a record that is not there."""
-    print("Not measured yet. To make this record, on a GPU:")
-    for command in commands:
-        print(f"python -m lib {command}")
-
-
 def needed_row(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any]:
     """The first row with the values `wanted`; LookupError if there is none."""
     for row in rows:
@@ -177,7 +170,5 @@ def recorded_on_gpu(path: str | os.PathLike) -> Sequence[Mapping[str, Any]]:
     from lib.tools.benchmarks.attention_report import newest_records
 
     records = [r for r in read_records(path) if r["device"] != r["cpu"]]
-    if not records:
-        return []
     device = Counter(record["device"] for record in records).most_common(1)[0][0]
     return newest_records(record for record in records if record["device"] == device)

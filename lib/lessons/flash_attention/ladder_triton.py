@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lib.lessons.flash_attention.solutions_triton import causal_forward as causal_exercise
-from lib.lessons.triton.recorder_triton import Run, watch
 from lib.model.attention import scaled_dot_product_attention
 
 if TYPE_CHECKING:
@@ -216,25 +215,14 @@ def launch_kernel(
     kernel: Callable, q: Tensor, k: Tensor, v: Tensor, *, BQ: int, BK: int, **settings: int
 ) -> tuple[Tensor, Any]:
     """The output of a forward kernel, and what its launch returns: the compiled kernel."""
-    heads, out, grid, arguments = _launch(q, k, v, BQ)
-    made = _jitted(kernel)[grid](*heads, *out, *arguments, BQ=BQ, BK=BK, **settings)
-    return out[0].view_as(q), made
+    heads = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    (count, n, head_dim), like = heads[0].shape, heads[0]
+    out, lse = torch.empty_like(like), like.new_empty((count, n), dtype=torch.float32)
+    sizes = {"D": head_dim, "BQ": BQ, "BK": BK}
+    grid, scale = (triton.cdiv(n, BQ), count), head_dim**-0.5
+    made = _jitted(kernel)[grid](*heads, out, lse, n, scale, **sizes, **settings)
+    return out.view_as(q), made
 
 
 # Making one takes milliseconds, longer than the kernels themselves.
 _jitted = functools.cache(triton.jit)
-
-
-def watch_rung(rung: Rung, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Run]:
-    """Run a Triton version as `run_rung` does, in tiles of 16; also return what was touched."""
-    heads, out, grid, arguments = _launch(q, k, v, 16)
-    run = watch(rung.kernel, grid, *heads, *out, *arguments, BQ=16, BK=16)
-    return out[0].view_as(q), run
-
-
-def _launch(q: Tensor, k: Tensor, v: Tensor, queries: int) -> tuple:
-    """(q, k, v) and (out, lse) with all heads in one dimension, the grid, and (n, scale, D)."""
-    heads = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-    (count, n, head_dim), like = heads[0].shape, heads[0]
-    out = torch.empty_like(like), like.new_empty((count, n), dtype=torch.float32)
-    return heads, out, (triton.cdiv(n, queries), count), (n, head_dim**-0.5, head_dim)

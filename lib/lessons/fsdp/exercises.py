@@ -210,6 +210,25 @@ grad_y.T @ h.relu() => grad_y.T @ h | the gradient of W2 takes h before its ReLU
 return grad_h @ w1 => return grad_h @ w1 / ranks.count
     | the gradient of x is divided by the number of ranks; each rank has its own x
 w1.view(d_ff, -1) => w1.view(-1, d_ff).T | W1 is viewed as its transpose; its rows are hidden units
+w2.view(-1, d_ff) => w2.view(d_ff, -1).T
+    | W2 is viewed as its transpose; its columns are hidden units
+y = h.relu() @ w2.T => y = h @ w2.T | the ReLU is missing in forward
+* (h > 0) => * (h >= 0) | a gradient passes where h is 0; the ReLU lets it pass above 0 alone
+* (h > 0) => * h.relu() | the gradient is multiplied by h; a ReLU's derivative is 1 or 0
+grad_h.T @ x, => x.T @ grad_h, | the gradient of W1 is packed as its transpose
+grad_y.T @ h.relu() => h.relu().T @ grad_y | the gradient of W2 is packed as its transpose
+grad_h.T @ x, grad_y.T @ h.relu() => x.T @ grad_h, h.relu().T @ grad_y
+    | both gradients are packed as their transposes; they have the shapes of their matrices
+whole = torch.cat([grad_w1.flatten(), grad_w2.flatten()]) => wholes = grad_w1, grad_w2
+    && ranks.reduce_scatter(whole) =>
+    torch.cat([ranks.reduce_scatter(whole.flatten()) for whole in wholes])
+    | each gradient is reduce-scattered by itself, but a slice is cut from both behind one another
+ranks.all_gather(shard).chunk(2) => (ranks.all_gather(part) for part in shard.chunk(2))
+    && whole = torch.cat([grad_w1.flatten(), grad_w2.flatten()]) => wholes = grad_w1, grad_w2
+    && ranks.reduce_scatter(whole) =>
+    torch.cat([ranks.reduce_scatter(whole.flatten()) for whole in wholes])
+    | the shard is cut in two and each half gathered, as if it had a slice of each matrix; gather it
+    whole, then cut
 """
 
 
@@ -244,6 +263,31 @@ def clip(shard: Tensor, vector: Tensor, max_norm: float, ranks: Threads) -> tupl
 
 
 clip.mistakes = """
+.square().sum()).sqrt() => .square().sum())
+    | the root is missing: a norm is the root of the sum of squares
+ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard).square().sum()
+    | the shards are added up element by element, but they are slices of one gradient; add up their
+    squares
+ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm())
+    | a norm is added where its square belongs
+ranks.all_reduce(shard.square().sum()) => (shard.square() + 0).sum()
+    && (square + vector.square().sum()).sqrt() =>
+    ranks.all_reduce((square + vector.square().sum()).sqrt())
+    | each rank's norm, of its shard and the vector, is added up; add the squares of the shards, and
+    the vector's once
+(square + vector.square().sum()).sqrt() => square.sqrt() + vector.norm()
+    | the vector's norm is added to that of the shards; add their squares
+norm = (square + vector.square().sum()).sqrt() => norm = square.sqrt()
+    && factor * vector => min(1.0, max_norm / vector.norm()) * vector
+    | the shards and the vector are each scaled by a norm of their own; there is one for both
++ vector.square().sum() => + ranks.all_reduce(vector.square().sum())
+    | the vector's squares are added up over the ranks; all have the same ones, so add them once
++ vector.square().sum() => + ranks.all_reduce(vector.square().sum()) / ranks.count
+    | the vector is averaged over the ranks; all have the same one, so no all-reduce is needed
+min(1.0, max_norm / norm) => max(1.0, max_norm / norm)
+    | the factor is never below 1, so that nothing is clipped; take the smaller of the two
+factor * vector => factor * vector / ranks.count
+    | the vector is divided by the number of ranks; its gradient is averaged already
 ranks.all_reduce(shard.square().sum()) => shard.square().sum()
     | each rank takes the norm of its own shard; then they scale differently
 ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm()).square()
@@ -326,6 +370,25 @@ order.mistakes = """
 events = [("gather", 0)] => return just_in_time(blocks)
     | each block is gathered just before it runs, and waits for its message; gather the next block
     before this one runs
+events = [("gather", 0)] => events, rounds = [], [("forward", b) for b in range(blocks)];
+    rounds += [("backward", b) for b in reversed(range(blocks))];
+    return sum([[("gather", b), (kind, b), *([("reduce", b)] * (kind == "backward")), ("free", b)]
+    for kind, b in rounds], [])
+    | each block is gathered just before it runs, the last one twice; gather the next block before
+    this one runs, and keep the last
+[*ahead, ("backward", block), ("reduce", block), ("free", block)] =>
+    [("backward", block), *ahead, ("reduce", block), ("free", block)]
+    | in backward block b - 1 is gathered before the gradient of block b is sent, but after b has
+    run
+events = [("gather", 0)] => events = [("gather", block) for block in range(blocks)]
+    && [("gather", block + 1)] if block + 1 < blocks else [] => []
+    && [("free", block)] if block + 1 < blocks else [] => []
+    && [("gather", block - 1)] if block > 0 else [] => []
+    | all blocks are gathered at the start; no more than two may be
+("reduce", block), ("free", block)] => *([("reduce", block + 1)] * (block + 1 < blocks)),
+    ("free", block)]
+    && return events => return [*events, ("reduce", 0)]
+    | a gradient is sent one block too late; send it as soon as its backward has run
 [*ahead, ("forward", block)] => [("forward", block), *ahead]
     | in forward block b + 1 is gathered once block b has run; gather it before b runs
 [*ahead, ("backward", block), ("reduce", block), ("free", block)] =>
@@ -507,8 +570,9 @@ def with_a_part(
     share = 6 * len(x) * w1.numel() / ranks.count
     with Matmuls() as matmuls:
         y, backward = mlp(x, w1, w2, ranks)
-        found = Named(y=y.detach().clone())
-        found["all-reduces in forward"] = ranks.calls.get("all-reduces")
+        # first, since it explains a wrong y
+        found = Named({"all-reduces in forward": ranks.calls.get("all-reduces")})
+        found["y"] = y.detach().clone()
         grad_x, grad_w1, grad_w2 = backward(grad_y)
     found["computes with its parts of the matrices alone"] = matmuls.count <= MOST_SHARES * share
     return Named(found, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)

@@ -293,7 +293,19 @@ sent_bytes.mistakes = """
     | zero1_parameters lacks the broadcast after the update
 "zero1_flat": 2 => "zero1_flat": 3
     | zero1_flat counts an all-reduce and an all-gather; a reduce-scatter is enough for gradients
+"zero1_flat": 2 => "zero1_flat": 1
+    | zero1_flat counts one of its two collectives; gradients are sent, and then weights
 "zero3": 3 => "zero3": 2 | zero3 gathers weights once; backward needs them again
+"zero3": 3 => "zero3": 4
+    | zero3 counts an all-reduce of gradients; a reduce-scatter leaves each rank its slice
+"zero1_parameters": 3 => "zero1_parameters": 4
+    | the broadcasts count as much as an all-reduce; they go around the ring once
+passes[method] * (n - 1) / n => (passes[method] * (n - 1) + (n > 1 and "par" in method)) / n
+    | a rank passes on every part in the broadcasts; the last rank to get one passes it to nobody
+passes[method] * (n - 1) / n =>
+    (passes[method] * (n - 1) - (n > 1 and "par" in method) * (n - 2)) / n
+    | a rank sends its own part of the broadcasts alone; it also passes on those of others
+(n - 1) / n => 1 / n | the factor is 1 / n; a rank sends every part but one
 """
 
 
@@ -361,4 +373,22 @@ in range(saved_by) => in range(rank, min(rank + 1, saved_by))
     | only the file of the same number is read
 -(-num_elements // n) => -(-num_elements // saved_by)
     | a slice is as long as before, for `saved_by` ranks
+-(-num_elements // n) => num_elements // n | the length of a slice is rounded down; round up
+-(-num_elements // saved_by), -(-num_elements // n) => num_elements // saved_by, num_elements // n
+    | the lengths of slices and of files are rounded down; round up
+first - file * saved, last - file * saved) => first, last)
+    | `read` gets positions in the buffer; it counts from the start of its file
+mine[first - start : last - start] => mine[first:last]
+    | what was read is put where it is in the buffer; in the slice, count from its own start
+mine[first - start : last - start] => mine[: last - first]
+    | each part is put at the start of the slice; it belongs behind those before it
+min(stop, (file + 1) * saved) => stop
+    | a file is read past its end; stop where the next one begins
+max(start, file * saved) => file * saved
+    | a file is read from its first element on; begin where this rank's slice does
+if first < last: => if True: | a file that has nothing of this slice is read, too; leave it out
+mine = torch.zeros(length) => buffer = torch.cat([read(f, 0, saved) for f in range(saved_by)]);
+    padded = torch.cat([buffer[:num_elements], torch.zeros(n * length)]);
+    return padded[rank * length : (rank + 1) * length]
+    | all files are read, whole, and then cut; read what is in this rank's slice
 """

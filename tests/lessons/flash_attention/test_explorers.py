@@ -116,5 +116,3 @@ def test_of_records_the_newest_of_each_case_count_on_the_gpu_with_the_most(tmp_p
     found = recorded_on_gpu(path)
     assert {(r["config"]["queries"], r["figures"]["ms"]) for r in found} == {(8, 4), (16, 2)}
     assert {r["device"] for r in found} == {"GPU A"}
-    path.write_text(json.dumps(given[0]) + "\n")
-    assert recorded_on_gpu(path) == recorded_on_gpu(tmp_path / "none.jsonl") == []
