@@ -73,6 +73,20 @@ def test_an_answer_with_a_function_of_its_own_is_taken_and_a_wrong_one_is_not(sa
     assert model.attention is attention.solve
 
 
+def test_a_block_is_taken_though_the_attention_in_it_is_the_solution(saved, capsys):
+    own = """
+def block(x, w, num_heads, rope):
+    parts = w["attn.qkv_proj.weight"].tensor_split(3)
+    normed = rms_norm(x, w["ln1.weight"])
+    x = x + attention(normed, *parts, w["attn.output_proj.weight"], num_heads, rope)
+    normed = rms_norm(x, w["ln2.weight"])
+    return x + swiglu(normed, w["ffn.w13.weight"], w["ffn.w2.weight"])"""
+    saved(block=own)
+    model = model_of_notebook_02()
+    assert capsys.readouterr().out.endswith("attention: the solution, block: yours\n")
+    assert model.block.__globals__["attention"] is model.attention
+
+
 def test_a_cell_that_cannot_be_read_is_named(saved):
     saved(init_weights="def init_weights(settings, seed:\n    return {}")
     with pytest.raises(NameError, match=r"02_model.ipynb has no function init_weights"):
