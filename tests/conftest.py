@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -23,6 +24,10 @@ SHARED = {
     "interpreter": re.compile("tried_in_interpreter"),
     "emulator": re.compile("import emulate"),
 }
+
+# A shell starts what runs in its background without Ctrl-C, and what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_MODE", "disabled")
