@@ -280,6 +280,7 @@ grad_k[j : j + BK] += => grad_k[j : j + BK] = && grad_v[j : j + BK] += => grad_v
     | each tile of queries overwrites dK and dV; add to them
 return grad_q, grad_k, grad_v => return grad_q, grad_v, grad_k
     | dK and dV are exchanged; dS gives dK, and P gives dV
+P.T @ dO => P @ dO | P is not transposed; dV is Pᵀ dO
 P.T @ dO => dS.T @ dO | dV comes from dS; it is Pᵀ dO
 dS.T @ Q => P.T @ Q | P multiplies the queries; dK is dSᵀ Q
 """
