@@ -94,26 +94,51 @@ torch.exp(m - new_m) * l + torch.exp(scores - new_m) => l + torch.exp(scores)
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that an operation makes."""
+    """Notes how many numbers the largest tensor has that an operation makes; refuses autograd."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            raise ValueError("autograd must not differentiate here: write the formulas out")
         result = op(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.numbers = max(self.numbers, result.numel())
         return result
 
 
-def in_little_room(function: Callable, names: Sequence[str], *given: Any) -> Named:
+class TileByTile(Largest):
+    """Refuses further products with keys before the scores of the last one have met their values.
+
+    So two passes over the keys are refused, and scores of all tiles that are kept.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = (x.untyped_storage().data_ptr() for x in (k, v))
+        self.waiting = False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            read = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+            if self.keys in read and self.waiting:
+                raise ValueError(
+                    "scores of a second tile of keys are computed before those of the first meet "
+                    "their values: one pass, and what it has summed so far is rescaled"
+                )
+            self.waiting = self.keys in read or (self.waiting and self.values not in read)
+        return super().__torch_dispatch__(op, types, args, kwargs)
+
+
+def in_little_room(function: Callable, names: Sequence[str], *given: Any, room: Largest) -> Named:
     """The results of a function, by `names`, and the size of the largest tensor it makes.
 
     Raises:
         ValueError: a result has another dtype than the first argument.
     """
-    with Largest() as largest:
+    with room as largest:
         found = function(*given)
     results = [*zip(names, found)] if isinstance(found, (tuple, list)) else [("result", found)]
     for name, tensor in results:
@@ -139,7 +164,7 @@ def draw_head(generator: random.Random, size: int) -> tuple:
 
 
 def forward_in_little_room(function: Callable, q, k, v, BQ: int, BK: int) -> Named:
-    return in_little_room(function, ("out", "lse"), q, k, v, BQ, BK)
+    return in_little_room(function, ("out", "lse"), q, k, v, BQ, BK, room=TileByTile(k, v))
 
 
 @exercise("core", draw_head, harness=forward_in_little_room, trials=40, seconds=5)
@@ -179,6 +204,11 @@ m = new_m => pass | the maximum is not carried on: the next tile needs m = new_m
 torch.exp(m - new_m) => torch.exp(new_m - m)
     | the earlier sums are rescaled the wrong way round; the factor is exp(old maximum - new
     maximum)
+torch.exp(S - new_m[:, None]), torch.exp(m - new_m) => torch.exp(S), torch.ones_like(m)
+    && m + torch.log(l) => torch.log(l)
+    | no maximum is subtracted inside exp, so large scores overflow
+S.amax(1) => S.max()
+    | the maximum is that of the whole tile; each row has its own, S.amax(1)
 / math.sqrt(D)  # (BQ, BK) => | the scores are not divided by the root of D
 math.sqrt(D)  # (BQ, BK) => D | the scores are divided by D; it is its root
 P @ V => P @ V / l[:, None] && O / l[:, None] => O
@@ -204,7 +234,7 @@ def draw_saved(generator: random.Random, size: int) -> tuple:
 
 def backward_in_little_room(function, q, k, v, out, lse, grad_out, BQ: int, BK: int) -> Named:
     given = (q, k, v, out, lse, grad_out, BQ, BK)
-    return in_little_room(function, ("dQ", "dK", "dV"), *given)
+    return in_little_room(function, ("dQ", "dK", "dV"), *given, room=Largest())
 
 
 @exercise("core", draw_saved, harness=backward_in_little_room, trials=40, seconds=5)
@@ -241,6 +271,7 @@ dS @ K / math.sqrt(D) => dS @ K && dS.T @ Q / math.sqrt(D) => dS.T @ Q
     at the end
 Q @ K.T / math.sqrt(D) => Q @ K.T
     | the scores are not divided by the root of D, as they were in the forward pass
+- lse[i : i + BQ, None] => | lse is missing: P is exp(S - lse)
 torch.exp(Q @ K.T / math.sqrt(D) - lse[i : i + BQ, None]) =>
     torch.softmax(Q @ K.T / math.sqrt(D), 1)
     | P is a softmax over the keys of a tile; exp(S - lse) has the sum of the whole row
@@ -249,6 +280,7 @@ grad_k[j : j + BK] += => grad_k[j : j + BK] = && grad_v[j : j + BK] += => grad_v
     | each tile of queries overwrites dK and dV; add to them
 return grad_q, grad_k, grad_v => return grad_q, grad_v, grad_k
     | dK and dV are exchanged; dS gives dK, and P gives dV
+P.T @ dO => P @ dO | P is not transposed; dV is Pᵀ dO
 P.T @ dO => dS.T @ dO | dV comes from dS; it is Pᵀ dO
 dS.T @ Q => P.T @ Q | P multiplies the queries; dK is dSᵀ Q
 """
@@ -280,6 +312,8 @@ def launching(function: Callable, *tensors: Tensor) -> Named:
         check_run(launch)
     if len(runs) != 2:
         raise ValueError(f"each of the two kernels must be launched once, got {len(runs)}")
+    if isinstance(found, (list, tuple)) and len(found) != 3:
+        raise ValueError(f"three gradients must be returned, dQ, dK and dV, got {len(found)}")
     stored = [run.tensors[access.tensor] for run in runs for access in run.of("store")]
     for gradient in found if isinstance(found, (list, tuple)) else ():
         if not any(memory.still_holds(gradient) for memory in stored):
@@ -312,6 +346,7 @@ return grad_q, grad_k, grad_v => return grad_q, grad_v, grad_k
     | dK and dV are exchanged: the kernel fills dK first
 return grad_q, grad_k, grad_v => return grad_k, grad_v, grad_q
     | the gradients are not in the order of q, k and v
+D**-0.5 => 1.0 | the scale is missing: it is 1 over the root of D
 D**-0.5 => D**0.5 | the scale is the root of D; it is 1 over that
 (-(-n // 16), heads) => (heads, -(-n // 16))
     | the axes of the grid are exchanged: tiles come first, then heads

@@ -76,6 +76,9 @@ class KernelTask:
 
     is_causal: bool = True
 
+    factor: float = 1.0
+    """At a head_dim below 64 the scale is this many times the usual one: none can ignore it."""
+
     def plan(self, tiling: Tiling, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
         """The launch on `tensors`, (heads, n, D) or (heads, n), and the results, full of NaN."""
         heads, n, head_dim = tensors[0].shape
@@ -88,9 +91,13 @@ class KernelTask:
             for ndim in self.results.values()
         ]
         tile = tiling.BQ if self.passing == "k" else tiling.BK
-        arguments = (*tensors, *stored, n, head_dim**-0.5)
+        arguments = (*tensors, *stored, n, self.scale(head_dim))
         sizes = {"D": head_dim, **tiling._asdict()}
         return Launch(stored[0], (-(-n // tile), heads), arguments, sizes), stored
+
+    def scale(self, head_dim: int) -> float:
+        """The argument `scale`; the usual one at 64, for which large scores are drawn."""
+        return (self.factor if head_dim < 64 else 1.0) * head_dim**-0.5
 
     def tiles_seen(self, tile: int, n: int, tiling: Tiling) -> int:
         """How many tiles that pass by have a visible pair with the `tile`-th one that is kept."""
@@ -111,9 +118,12 @@ class KernelTask:
                 seen = self.tiles_seen(program // heads, n, tiling)
                 if count > seen:
                     have = "has" if seen == 1 else "have"
+                    words = f"; only {seen} {have} a pair that is visible, to be loaded once"
+                    if not self.is_causal:
+                        words = f", and the head has {seen}: load each once, in a single loop"
+                    program_and_head = divmod(program, heads)
                     raise ValueError(
-                        f"program {divmod(program, heads)} loads {count} tiles of {name}; only "
-                        f"{seen} {have} a pair that is visible, to be loaded once"
+                        f"program {program_and_head} loads {count} tiles of {name}{words}"
                     )
 
     def __call__(self, kernel: Any, *given: Any) -> Named:
@@ -191,15 +201,17 @@ CURES = {
     "must be Tensor, not tensor": TILES_ARE_TRITONS,
     "got (tensor": TILES_ARE_TRITONS,
     "can only convert an array of size 1": TILES_ARE_TRITONS,
-    "incompatible dimensions": "numbers meet a tile: `x[:, None]` goes with its rows, "
-    "`x[None, :]` with its columns",
+    "incompatible dimensions": "two shapes do not go together: `x[:, None]` goes with its rows,"
+    " `x[None, :]` with its columns; pointers, mask and values have one shape",
     "equal reduction dimensions": "the columns of a are the rows of b in `tl.dot(a, b)`: "
     "`tl.trans` turns a tile on its side",
     "is not string": "take out the `print`",
-    "Loop-carried variable": "start with a tile: `tl.full((BQ,), …)` or `tl.zeros((BQ,), …)`",
+    "Loop-carried variable": "start with a tile of its shape, in `tl.float32`: "
+    "`tl.full((BQ,), …)` or `tl.zeros(…)`",
     "unsupported AST node type: Break": "Triton has no `break`: put the end into `range(…)`",
     "unsupported AST node type: Continue": "Triton has no `continue`: put the end into `range(…)`",
-    "Both operands must be same dtype": "cast the factor in float32, as in `p.to(v.dtype)`",
+    "Both operands must be same dtype": "cast the factor in float32 to the type of the "
+    "other: `p.to(v.dtype)`, and dS likewise",
 }
 
 

@@ -40,7 +40,8 @@ def test_solutions_are_what_pytorch_computes(seed):
     for q, k, v, tiling in draw_inputs(KERNELS["flash_forward"], seed):
         for name, is_causal in (("flash_forward", False), ("causal_forward", True)):
             found = KERNELS[name].harness(KERNELS[name].solve, q, k, v, tiling)
-            expected = kernel_task.attention_and_lse(q, k, v, is_causal=is_causal)
+            factor = KERNELS[name].harness.scale(q.shape[-1]) * q.shape[-1] ** 0.5
+            expected = kernel_task.attention_and_lse(factor * q, k, v, is_causal=is_causal)
             close(list(found.values()), expected)
     for given in draw_inputs(KERNELS["backward_queries"], seed):
         right = by_autograd(*given[:4], is_causal=True)
@@ -76,6 +77,83 @@ def test_online_softmax_gives_the_maximum_and_the_sum_of_the_row():
 def test_a_result_of_another_dtype_than_the_input_is_named(name, old, new, result):
     text = wrong(name, old, new)
     assert f"{result} must be torch.float64 as q is, got torch.float32" in text
+
+
+def in_two_passes(q, k, v, BQ, BK):
+    out, lse = torch.empty_like(q), q.new_empty(len(q))
+    for i in range(0, len(q), BQ):
+        Q = q[i : i + BQ] / q.shape[1] ** 0.5
+        m = torch.full_like(Q[:, 0], -torch.inf)
+        for j in range(0, len(k), BK):
+            m = torch.maximum(m, (Q @ k[j : j + BK].T).amax(1))
+        l, O = torch.zeros_like(m), torch.zeros_like(Q)
+        for j in range(0, len(k), BK):
+            P = torch.exp(Q @ k[j : j + BK].T - m[:, None])
+            l, O = l + P.sum(1), O + P @ v[j : j + BK]
+        out[i : i + BQ], lse[i : i + BQ] = O / l[:, None], m + l.log()
+    return out, lse
+
+
+def with_all_scores_kept(q, k, v, BQ, BK):
+    out, lse = torch.empty_like(q), q.new_empty(len(q))
+    starts = range(0, len(k), BK)
+    for i in range(0, len(q), BQ):
+        kept = [q[i : i + BQ] @ k[j : j + BK].T / q.shape[1] ** 0.5 for j in starts]
+        m = torch.stack([S.amax(1) for S in kept]).amax(0)
+        P = [torch.exp(S - m[:, None]) for S in kept]
+        l = sum(p.sum(1) for p in P)
+        out[i : i + BQ] = sum(p @ v[j : j + BK] for p, j in zip(P, starts)) / l[:, None]
+        lse[i : i + BQ] = m + l.log()
+    return out, lse
+
+
+def with_keys_outside(q, k, v, BQ, BK):
+    m, l, O = torch.full_like(q[:, 0], -torch.inf), torch.zeros_like(q[:, 0]), torch.zeros_like(q)
+    for K, V in zip(k.split(BK), v.split(BK)):
+        for i in range(0, len(q), BQ):
+            tile = slice(i, i + BQ)
+            S = torch.matmul(q[tile], K.mT) * q.shape[1] ** -0.5
+            new_m = torch.maximum(m[tile], S.amax(1))
+            P, shrink = torch.exp(S - new_m[:, None]), torch.exp(m[tile] - new_m)
+            l[tile] = shrink * l[tile] + P.sum(1)
+            O[tile] = shrink[:, None] * O[tile] + P.matmul(V)
+            m[tile] = new_m
+    return O / l[:, None], m + l.log()
+
+
+def by_differentiation(q, k, v, out, lse, grad_out, BQ, BK):
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        found, _ = exercises.tiled_forward.solve(*given, BQ, BK)
+        return torch.autograd.grad(found, given, grad_out)
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt", "words"),
+    [
+        ("tiled_forward", in_two_passes, "a second tile of keys are computed before"),
+        ("tiled_forward", with_all_scores_kept, "a second tile of keys are computed before"),
+        ("tiled_forward", with_keys_outside, "right"),
+        ("tiled_backward", by_differentiation, "autograd must not differentiate here"),
+    ],
+)
+def test_only_one_pass_and_a_written_gradient_are_right(name, attempt, words):
+    text = verdict_on(name, attempt)
+    assert words in text
+    assert text.startswith("right" if words == "right" else "not yet")
+
+
+def test_a_kernel_that_finds_its_own_scale_is_refused():
+    text = wrong("flash_forward", "* scale  # (BQ, BK)", "/ tl.sqrt(float(D))")
+    assert text.startswith("not yet")
+    assert "the argument scale is not used" in text
+
+
+def test_a_backward_pass_returns_three_gradients():
+    text = wrong(
+        "attention_backward", "return grad_q, grad_k, grad_v", "return grad_q, grad_k, grad_v, None"
+    )
+    assert "dQ, dK and dV, got 4" in text
 
 
 def test_scores_that_grow_with_the_length_are_larger_than_any_other_tensor():
@@ -220,7 +298,7 @@ DESCRIBED = """    out = tl.zeros((BQ, D), tl.float32)
 def test_a_forward_pass_that_reads_the_keys_twice_is_refused():
     start = TWICE.partition("\n")[0] + "\n"
     text = wrong("flash_forward", start, TWICE)
-    assert "tiles of k; only 1 has a pair that is visible, to be loaded once" in text
+    assert "tiles of k, and the head has 1: load each once, in a single loop" in text
 
 
 def test_tensor_descriptors_are_as_right_as_pointers():
