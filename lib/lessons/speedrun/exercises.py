@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import random
 import statistics
@@ -22,7 +21,7 @@ from lib.lessons.speedrun.board import (
 )
 from lib.lessons.speedrun.commands import keep, own_board, race_source
 from lib.lessons.speedrun.museum import FAULTS
-from lib.lessons.speedrun.race import CLASSES, Recipe, source_of
+from lib.lessons.speedrun.race import CLASSES, Recipe, program_of, source_of
 from lib.lessons.speedrun.referee import FEWEST_SEEDS
 from lib.lessons.training.exercises import describe_diagnosis, no_inputs
 
@@ -295,12 +294,6 @@ def race_verdict(source: str) -> str:
     return (
         f"not yet: {compared}" if chance >= P_VALUE else f"right: {compared}; it is on your board"
     )
-
-
-def program_of(source: str) -> str:
-    """The program of a file, without comments, spaces and docstring."""
-    module = ast.parse(source)
-    return ast.dump(ast.Module(module.body[bool(ast.get_docstring(module)) :], []))
 
 
 def check_run_to_target(attempt: Callable) -> Callable:
