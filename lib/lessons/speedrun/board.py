@@ -140,7 +140,8 @@ def comparison(entry: Entry, other: Entry, *, in_turns: bool) -> str:
     verdict = f"not shown to be faster: {reason}"
     if not reason:
         p = chance_of_faster(times(entry), times(other))
-        verdict = f"faster: equally fast recipes seldom differ so much (p = {p:.3f})"
+        p_of = f"= {p:.3f}" if p >= 0.001 else "< 0.001"
+        verdict = f"faster: equally fast recipes seldom differ so much (p {p_of})"
     return f"{lines[0]}\n{lines[1]} ({when})\n{verdict}"
 
 
