@@ -260,16 +260,6 @@ def counted(run: Mapping[str, Any], clock: str) -> dict[float, float]:
     return {scale * seconds: bits for _, seconds, bits in run["curve"]}
 
 
-def seconds_of(name: str, entry: Entry) -> str:
-    """The seconds of one of our recipes, on record for the class and machine of `entry`."""
-    for one in read_entries():
-        figures = one["figures"]
-        same = figures["class"]["name"] == entry["figures"]["class"]["name"]
-        if figures["entry"] == name and same and machine_of(one) == machine_of(entry):
-            return f" ({mean_and_interval(times(one))} s)"
-    return ""
-
-
 def draw_card(entry: Entry, path: Path) -> Path:
     """Draw an entry: its curves, the story at the target, seconds, and what it changes of ours."""
     import matplotlib.pyplot as plt
@@ -279,7 +269,10 @@ def draw_card(entry: Entry, path: Path) -> Path:
     figures = entry["figures"]
     figure, (left, right) = plt.subplots(ncols=2, figsize=(12, 6.3), width_ratios=[1, 1.1])
     lines(
-        {f"seed {run['seed']}": counted(run, clock_of(entry)) for run in figures["runs"]},
+        {
+            f"run {number}": counted(run, clock_of(entry))
+            for number, run in enumerate(figures["runs"], start=1)
+        },
         axes=left,
         title=f"{figures['entry']}: {mean_and_interval(times(entry))} s",
         xlabel="seconds",
@@ -289,15 +282,16 @@ def draw_card(entry: Entry, path: Path) -> Path:
     right.axis("off")
     story = re.sub(r"\s+", " ", figures["runs"][0]["story"])
     parent, changed = changes(figures["source"])
-    changed = [line[:70] for line in changed if line.strip("+- ")]
+    changed = [f"{line[0]} {line[1:].strip()}"[:70] for line in changed if line.strip("+- ")]
     if len(changed) > CHANGES_SHOWN:
         changed[CHANGES_SHOWN:] = [f"… and {len(changed) - CHANGES_SHOWN} lines more"]
     text = [
         f"{figures['class']['name']} on {machine_of(entry)}",
+        *figures.get("compared", "").split("\n"),
         "",
         *textwrap.wrap(textwrap.shorten(story, 600, placeholder=" …"), 70),
     ]
-    text += ["", f"What differs from {parent}.py{seconds_of(parent, entry)}:", *changed]
+    text += ["", f"What differs from {parent}.py:", *changed]
     right.text(0, 1, "\n".join(text), va="top", family="monospace", fontsize=8.5, parse_math=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)

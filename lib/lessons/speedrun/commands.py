@@ -161,14 +161,14 @@ def race(config: RaceConfig) -> Path:
         require(best is not None, f"against must be 'record': the board has no {which.name} yet")
         others = [(best["figures"]["entry"], best["figures"]["source"])]
     record, *raced = race_in_turns([(name, source), *others], which, config.seeds)
+    other = raced[0] if raced else fastest(which.name, read_entries(), machine_of(record))
+    compared = f"{name}: {mean_and_interval(times(record))} s; the board has no {which.name} yet"
+    if other is not None:
+        compared = comparison(record, other, in_turns=bool(raced))
+    record["figures"]["compared"] = compared
     path = keep(record, config.board)
     write_leaderboard(config.board)
-    print(record["figures"]["runs"][0]["story"], end="\n\n")
-    other = raced[0] if raced else fastest(which.name, read_entries(), machine_of(record))
-    if other is None:
-        print(f"{name}: {mean_and_interval(times(record))} s; the board has no {which.name} yet")
-    else:
-        print(comparison(record, other, in_turns=bool(raced)))
+    print(record["figures"]["runs"][0]["story"], compared, sep="\n\n")
     return path
 
 

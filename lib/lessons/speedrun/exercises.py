@@ -283,7 +283,6 @@ def race_verdict(source: str) -> str:
         heat = race_source("start", plain, replace(which, target=HEAT), 1)
     except ValueError as error:
         return f"not yet: {error}"
-    keep(record, own_board())
     speed = heat["figures"]["runs"][0]["tokens"] / times(heat)[0]
     plain_times = [run["tokens"] / speed for run in on_record[0]["figures"]["runs"]]
     mine, chance = times(record), chance_of_faster(times(record), plain_times)
@@ -291,6 +290,8 @@ def race_verdict(source: str) -> str:
         f"{mean_and_interval(mine)} s, the plain recipe about "
         f"{statistics.mean(plain_times):.0f} s here (p = {chance:.3f})"
     )
+    record["figures"]["compared"] = compared
+    keep(record, own_board())
     return (
         f"not yet: {compared}" if chance >= P_VALUE else f"right: {compared}; it is on your board"
     )

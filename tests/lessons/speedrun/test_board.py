@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lib.core.records import append_record
+from lib.core.records import append_record, read_records
 from lib.lessons.exercise import NOT_ATTEMPTED
 from lib.lessons.speedrun import board, commands, exercises, ladder
 from lib.lessons.speedrun.board import (
@@ -110,6 +110,28 @@ def test_entries_raced_in_turns_share_seeds_and_each_keeps_its_own_runs(monkeypa
         runs = record["figures"]["runs"]
         assert [(one["seed"], one["story"]) for one in runs] == [(n, source) for n in (1, 2, 3)]
     assert "mine, seed 1: 45." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("against", ["record", "fastest"])
+def test_a_race_keeps_and_says_how_it_compares(against, tmp_path, monkeypatch, capsys):
+    entries = [entry("quick", [50, 51, 52]), entry("slow", [90, 95, 93])]
+    asked = []
+
+    def race_on_paper(sources, which, count):
+        asked.extend(name for name, _ in sources)
+        return [entry(name, [40, 41, 42 + 9 * n]) for n, (name, _) in enumerate(sources)]
+
+    monkeypatch.setattr(commands, "read_entries", lambda: entries)
+    monkeypatch.setattr(commands, "race_in_turns", race_on_paper)
+    (file := tmp_path / "my_run.py").write_text(ladder.best(), encoding="utf-8")
+    path = commands.race(commands.RaceConfig(entry=file, against=against, board=tmp_path))
+    assert asked == ["my_run"] + ["quick"] * (against == "fastest")
+    (record,) = read_records(path)
+    said = record["figures"]["compared"]
+    assert capsys.readouterr().out.endswith(f"\n\n{said}\n")
+    assert said.split("\n")[1].endswith("(raced in turns with it)") == (against == "fastest")
+    verdict = "faster: " if against == "record" else "not shown to be faster: p = "
+    assert said.split("\n")[2].startswith(verdict)
 
 
 def test_a_single_run_is_on_the_board_and_claims_nothing():
