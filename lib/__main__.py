@@ -487,6 +487,8 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         print(
             f"--help-all: each flag's whole text and its choices.\n\n{short_help(default)}".rstrip()
         )
+        if more := [name for name in COMMANDS if name.startswith(f"{command} ")]:
+            print(f"\nMore: {', '.join(more)}; each has its own --help.")
         raise SystemExit(0)
     flags = ["--help" if flag == HELP_ALL else flag for flag in flags]
     flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")

@@ -25,7 +25,7 @@ SHARED = {
     "emulator": re.compile("import emulate"),
 }
 
-# A shell starts what runs in its background without Ctrl-C, and what tests start would inherit that.
+# A shell starts what runs in its background without Ctrl-C; what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

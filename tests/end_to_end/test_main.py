@@ -317,6 +317,15 @@ def test_help_names_each_flag_in_sixty_lines_and_help_all_has_the_rest(capsys):
         assert shown in output
 
 
+def test_help_of_a_command_names_those_that_begin_with_it(capsys):
+    for line in ("race --help", "runs -h"):
+        with pytest.raises(SystemExit):
+            main(line.split())
+    shown = capsys.readouterr().out
+    assert "More: race card, race board, race check, race ladder;" in shown
+    assert "More: runs remove;" in shown
+
+
 def test_a_flag_that_is_suggested_is_one_of_a_command():
     configs = [config_of(load(command.function)) for command in COMMANDS.values()]
     known = {flag for cls in configs if cls for flag in command_line.field_paths(cls)}

@@ -15,7 +15,14 @@ import numpy as np
 
 from lib.core.files import ROOT, write_atomically
 from lib.core.records import new_record, read_records, to_markdown
-from lib.lessons.speedrun.race import CLASSES, RECIPES, RaceClass, at_target, diff, digest
+from lib.lessons.speedrun.race import (
+    CLASSES,
+    RaceClass,
+    at_target,
+    changes,
+    digest,
+    program_of,
+)
 from lib.lessons.speedrun.referee import FEWEST_SEEDS, SAME, Run, has_repeated
 
 FOLDER = ROOT / "artifacts/race"
@@ -35,7 +42,7 @@ def entry_of(
     """The record of an entry."""
     figures: dict[str, Any] = {"entry": name, "class": asdict(which), "source": source}
     figures |= {"source_sha256": digest(source), "runs": [asdict(run) for run in runs]}
-    figures["diff"] = diff((RECIPES / "start.py").read_text(encoding="utf-8"), source)
+    figures["changed"], figures["diff"] = changes(source)
     return new_record(figures, device=device)
 
 
@@ -55,6 +62,11 @@ def clock_of(entry: Entry) -> str:
 def times(entry: Entry) -> list[float]:
     """The seconds that count, of each run."""
     return [run[clock_of(entry)] for run in entry["figures"]["runs"]]
+
+
+def tokens(entry: Entry) -> list[float]:
+    """The tokens to the target, of each run."""
+    return [run["tokens"] for run in entry["figures"]["runs"]]
 
 
 def machine_of(entry: Entry) -> str:
@@ -89,17 +101,55 @@ def chance_of_faster(a: Sequence[float], b: Sequence[float]) -> float:
     return tail(t, degrees)
 
 
-def is_faster(entry: Entry, other: Entry) -> bool:
-    """Whether an entry may be called faster than another one of its machine class.
+def doubt(entry: Entry, other: Entry, *, in_turns: bool = False) -> str:
+    """Why an entry may not be called faster than another one; empty if it may.
 
     Entries are raced at different times, and other work slows a processor by up to SAME_SPEED. So a
-    smaller gain in seconds counts only if the tokens to the target, which no load changes, fell.
+    smaller gain in seconds counts only if the tokens to the target, which no load changes, fell, or
+    if both were raced `in_turns`.
     """
+    if program_of(entry["figures"]["source"]) == program_of(other["figures"]["source"]):
+        return "it is the same recipe"
+    if machine_of(entry) != machine_of(other):
+        return f"the other was raced on {machine_of(other)}"
     mine, its = times(entry), times(other)
-    tokens = ([run["tokens"] for run in one["figures"]["runs"]] for one in (entry, other))
-    is_clear = statistics.mean(its) > SAME_SPEED * statistics.mean(mine)
-    fell = chance_of_faster(*tokens) < P_VALUE
-    return chance_of_faster(mine, its) < P_VALUE and (is_clear or fell)
+    if min(len(mine), len(its)) < FEWEST_SEEDS:
+        return f"a claim needs {FEWEST_SEEDS} seeds of each"
+    gain = statistics.mean(its) / statistics.mean(mine)
+    if gain <= 1:
+        return "its mean is no lower"
+    p = chance_of_faster(mine, its)
+    if p >= P_VALUE:
+        return f"p = {p:.2f}, so luck may explain it"
+    if in_turns or gain > SAME_SPEED or chance_of_faster(tokens(entry), tokens(other)) < P_VALUE:
+        return ""
+    return f"it gains {gain - 1:.0%}, which load may explain, and its tokens did not clearly fall"
+
+
+def comparison(entry: Entry, other: Entry, *, in_turns: bool) -> str:
+    """An entry beside another one, and the verdict: three lines."""
+    when = "raced in turns with it" if in_turns else f"raced on {other['date'][:10]}"
+    names = [one["figures"]["entry"] for one in (entry, other)]
+    wide = max(map(len, names))
+    lines = [
+        f"{name:{wide}}  {mean_and_interval(times(one))} s, "
+        f"{statistics.mean(tokens(one)):,.0f} tokens"
+        for name, one in zip(names, (entry, other))
+    ]
+    reason = doubt(entry, other, in_turns=in_turns)
+    verdict = f"not shown to be faster: {reason}"
+    if not reason:
+        p = chance_of_faster(times(entry), times(other))
+        p_of = f"= {p:.3f}" if p >= 0.001 else "< 0.001"
+        verdict = f"faster: equally fast recipes seldom differ so much (p {p_of})"
+    return f"{lines[0]}\n{lines[1]} ({when})\n{verdict}"
+
+
+def fastest(which: str, entries: Sequence[Entry], machine: str = "") -> Entry | None:
+    """The fastest entry of a class, of `machine` if it has one."""
+    its = [one for one in entries if one["figures"]["class"]["name"] == which]
+    here = [one for one in its if machine_of(one) == machine]
+    return min(here or its, key=lambda one: statistics.mean(times(one)), default=None)
 
 
 def mean_and_interval(values: Sequence[float]) -> str:
@@ -153,7 +203,7 @@ def board_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
         figures, mine = entry["figures"], times(entry)
         runs = figures["runs"]
         slower = [
-            other["figures"]["entry"] for other in ranked[number + 1 :] if is_faster(entry, other)
+            other["figures"]["entry"] for other in ranked[number + 1 :] if not doubt(entry, other)
         ]
         wall = statistics.mean(run["seconds"] for run in runs)
         processor = statistics.mean(run["processor_s"] for run in runs)
@@ -163,7 +213,7 @@ def board_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
                 "seconds": mean_and_interval(mine),
                 "wall (s)": f"{wall:.1f}",
                 "processor (s)": f"{processor:.1f}",
-                "tokens": f"{statistics.mean(run['tokens'] for run in runs):,.0f}",
+                "tokens": f"{statistics.mean(tokens(entry)):,.0f}",
                 "seeds": len(runs),
                 "faster than": ", ".join(slower[:1]) or "–",
                 "date": entry["date"][:10],
@@ -211,7 +261,7 @@ def counted(run: Mapping[str, Any], clock: str) -> dict[float, float]:
 
 
 def draw_card(entry: Entry, path: Path) -> Path:
-    """Draw an entry: its curves, the story at the target, the diff to the plain recipe, seconds."""
+    """Draw an entry: its curves, the story at the target, seconds, and what it changes of ours."""
     import matplotlib.pyplot as plt
 
     from lib.core.charts import lines
@@ -219,7 +269,10 @@ def draw_card(entry: Entry, path: Path) -> Path:
     figures = entry["figures"]
     figure, (left, right) = plt.subplots(ncols=2, figsize=(12, 6.3), width_ratios=[1, 1.1])
     lines(
-        {f"seed {run['seed']}": counted(run, clock_of(entry)) for run in figures["runs"]},
+        {
+            f"run {number}": counted(run, clock_of(entry))
+            for number, run in enumerate(figures["runs"], start=1)
+        },
         axes=left,
         title=f"{figures['entry']}: {mean_and_interval(times(entry))} s",
         xlabel="seconds",
@@ -228,15 +281,17 @@ def draw_card(entry: Entry, path: Path) -> Path:
     )
     right.axis("off")
     story = re.sub(r"\s+", " ", figures["runs"][0]["story"])
-    changed = [line[:70] for line in figures["diff"] if line.strip("+- ")]
+    parent, changed = changes(figures["source"])
+    changed = [f"{line[0]} {line[1:].strip()}"[:70] for line in changed if line.strip("+- ")]
     if len(changed) > CHANGES_SHOWN:
         changed[CHANGES_SHOWN:] = [f"… and {len(changed) - CHANGES_SHOWN} lines more"]
     text = [
         f"{figures['class']['name']} on {machine_of(entry)}",
+        *figures.get("compared", "").split("\n"),
         "",
         *textwrap.wrap(textwrap.shorten(story, 600, placeholder=" …"), 70),
     ]
-    text += ["", "What differs from the plain recipe:", *changed]
+    text += ["", f"What differs from {parent}.py:", *changed]
     right.text(0, 1, "\n".join(text), va="top", family="monospace", fontsize=8.5, parse_math=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)

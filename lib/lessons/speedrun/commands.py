@@ -24,10 +24,13 @@ from lib.lessons.speedrun import ladder
 from lib.lessons.speedrun.board import (
     FOLDER,
     LEADERBOARD,
+    comparison,
     draw_card,
     entry_of,
+    fastest,
     faults,
     leaderboard,
+    machine_of,
     mean_and_interval,
     read_entries,
     times,
@@ -58,7 +61,7 @@ def own_board() -> Path:
 class RaceConfig:
     """An entry, and the class that it is raced in."""
 
-    entry: Path = RECIPES / "start.py"
+    entry: Path = RECIPES / "fastest.py"
     """The file with `recipe(race, seed)`."""
 
     race_class: ClassName = "sprint"
@@ -66,6 +69,10 @@ class RaceConfig:
 
     name: str = ""
     """The entry's name on the board (default: that of its file)."""
+
+    against: Literal["record", "fastest"] = "record"
+    """What it is compared with: the `record` of the class's fastest entry, or that entry
+    (`fastest`), raced here in turns with yours, seed by seed, which takes as long again."""
 
     seeds: PositiveInt = FEWEST_SEEDS
     """Runs, each with a seed that the referee draws; fewer than three are no claim."""
@@ -90,30 +97,48 @@ def workers_for(device: torch.device, which: RaceClass) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, available_cpus() // which.ranks))
 
 
-def run_all(source: str, course: Course, numbers: Sequence[int]) -> list[Run]:
-    """Run an entry with each seed; on a CPU side by side, on one thread each."""
+def race_in_turns(
+    entries: Sequence[tuple[str, str]], which: RaceClass, count: int
+) -> list[dict[str, Any]]:
+    """Race entries, (name, source), and return their records.
 
-    def run(seed: int) -> Run:
+    Each seed is run by all of them before the next; on a CPU runs are side by side, on one thread
+    each.
+
+    Raises:
+        Fault: one broke a rule, failed, or did not reach the target.
+    """
+
+    def run(name: str, source: str, course: Course, seed: int) -> Run:
         found = run_entry(source, course, seed)
-        say = f"{found.seconds:.1f} s, {found.processor_s:.1f} s of processor time"
-        print(f"seed {seed}: {say}, {found.tokens:,.0f} tokens", file=sys.stderr, flush=True)
+        say = f"{found.seconds:.1f} s"
+        if course.race.device.type == "cpu":
+            say = f"{found.processor_s:.1f} s of processor time, {say} on the wall"
+        say += f", {found.tokens:,.0f} tokens"
+        print(f"{name}, seed {seed}: {say}", file=sys.stderr, flush=True)
         return found
 
-    with workers_for(course.race.device, course.which) as workers:
-        runs = list(workers.map(run, numbers))
-    check_distinct(runs)
-    return runs
+    with contextlib.ExitStack() as stack:
+        tracks = [
+            (name, source, stack.enter_context(course_of(which, source, said)))
+            for name, source in entries
+        ]
+        device = tracks[0][2].race.device
+        workers = stack.enter_context(workers_for(device, which))
+        jobs = [(*track, seed) for seed in seeds(count) for track in tracks]
+        runs = list(workers.map(run, *zip(*jobs)))
+    records = []
+    for number, (name, source) in enumerate(entries):
+        its = runs[number :: len(entries)]
+        check_distinct(its)
+        records.append(entry_of(name, which, source, its, device))
+    return records
 
 
 def race_source(name: str, source: str, which: RaceClass, count: int) -> dict[str, Any]:
-    """Race an entry, and return its record.
-
-    Raises:
-        Fault: it broke a rule, failed, or did not reach the target.
-    """
-    with course_of(which, source, said) as course:
-        runs = run_all(source, course, seeds(count))
-        return entry_of(name, which, source, runs, course.race.device)
+    """Race an entry alone, and return its record."""
+    (record,) = race_in_turns([(name, source)], which, count)
+    return record
 
 
 def keep(record: dict[str, Any], folder: Path) -> Path:
@@ -126,15 +151,24 @@ def keep(record: dict[str, Any], folder: Path) -> Path:
 
 
 def race(config: RaceConfig) -> Path:
-    """Race an entry with seeds of the referee's, and keep its record on the board."""
+    """Race an entry with seeds of the referee's, keep its record, and compare it."""
     require(config.entry.is_file(), f"entry must be a file with a recipe, got {config.entry}")
     source = config.entry.read_text(encoding="utf-8")
     name = config.name or config.entry.stem
-    record = race_source(name, source, CLASSES[config.race_class], config.seeds)
+    which = CLASSES[config.race_class]
+    best, others = fastest(which.name, read_entries()), []
+    if config.against == "fastest":
+        require(best is not None, f"against must be 'record': the board has no {which.name} yet")
+        others = [(best["figures"]["entry"], best["figures"]["source"])]
+    record, *raced = race_in_turns([(name, source), *others], which, config.seeds)
+    other = raced[0] if raced else fastest(which.name, read_entries(), machine_of(record))
+    compared = f"{name}: {mean_and_interval(times(record))} s; the board has no {which.name} yet"
+    if other is not None:
+        compared = comparison(record, other, in_turns=bool(raced))
+    record["figures"]["compared"] = compared
     path = keep(record, config.board)
     write_leaderboard(config.board)
-    print(f"{name}: {mean_and_interval(times(record))} s")
-    print(record["figures"]["runs"][0]["story"])
+    print(record["figures"]["runs"][0]["story"], compared, sep="\n\n")
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import random
 import statistics
@@ -22,7 +21,7 @@ from lib.lessons.speedrun.board import (
 )
 from lib.lessons.speedrun.commands import keep, own_board, race_source
 from lib.lessons.speedrun.museum import FAULTS
-from lib.lessons.speedrun.race import CLASSES, Recipe, source_of
+from lib.lessons.speedrun.race import CLASSES, Recipe, program_of, source_of
 from lib.lessons.speedrun.referee import FEWEST_SEEDS
 from lib.lessons.training.exercises import describe_diagnosis, no_inputs
 
@@ -284,7 +283,6 @@ def race_verdict(source: str) -> str:
         heat = race_source("start", plain, replace(which, target=HEAT), 1)
     except ValueError as error:
         return f"not yet: {error}"
-    keep(record, own_board())
     speed = heat["figures"]["runs"][0]["tokens"] / times(heat)[0]
     plain_times = [run["tokens"] / speed for run in on_record[0]["figures"]["runs"]]
     mine, chance = times(record), chance_of_faster(times(record), plain_times)
@@ -292,15 +290,11 @@ def race_verdict(source: str) -> str:
         f"{mean_and_interval(mine)} s, the plain recipe about "
         f"{statistics.mean(plain_times):.0f} s here (p = {chance:.3f})"
     )
+    record["figures"]["compared"] = compared
+    keep(record, own_board())
     return (
         f"not yet: {compared}" if chance >= P_VALUE else f"right: {compared}; it is on your board"
     )
-
-
-def program_of(source: str) -> str:
-    """The program of a file, without comments, spaces and docstring."""
-    module = ast.parse(source)
-    return ast.dump(ast.Module(module.body[bool(ast.get_docstring(module)) :], []))
 
 
 def check_run_to_target(attempt: Callable) -> Callable:

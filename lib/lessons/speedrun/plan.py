@@ -1,4 +1,4 @@
-"""Part two of notebook 12: plan a training for this machine, and run it until a deadline.
+"""The extra sections of notebook 12: plan a training for this machine, and run it until a deadline.
 
 `choose` sees a machine only by its description, so that it also answers for machines elsewhere;
 `this_machine` describes the one at hand.

@@ -264,6 +264,22 @@ def at_target(curve: Sequence[tuple], target: float) -> Judged | None:
 # Recipes as text
 
 
+def program_of(source: str) -> str:
+    """The program of a file, without comments, spaces and docstring."""
+    module = ast.parse(source)
+    return ast.dump(ast.Module(module.body[bool(ast.get_docstring(module)) :], []))
+
+
+def changes(source: str) -> tuple[str, list[str]]:
+    """The recipe of ours that `source` is nearest to, and the lines that differ from it."""
+    found = {}
+    for file in sorted(RECIPES.glob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if program_of(text) != program_of(source):
+            found[file.stem] = diff(text, source)
+    return min(found.items(), key=lambda named: len(named[1]))
+
+
 def edited(source: str, *changes: Mapping[str, str]) -> str:
     """`source` with texts replaced: old -> new, each old text occurring once.
 

@@ -1,28 +1,32 @@
 """The board: what may be claimed, what is false is told, and the committed entries hold."""
 
+import contextlib
 import copy
 import dataclasses
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from lib.core.records import append_record
+from lib.core.records import append_record, read_records
 from lib.lessons.exercise import NOT_ATTEMPTED
 from lib.lessons.speedrun import board, commands, exercises, ladder
 from lib.lessons.speedrun.board import (
     LEADERBOARD,
     board_rows,
     chance_of_faster,
+    comparison,
     draw_card,
     entry_of,
+    fastest,
     faults,
     half_width,
     leaderboard,
     read_entries,
     tail,
 )
-from lib.lessons.speedrun.race import CLASSES, edited, vocab_size_of
+from lib.lessons.speedrun.race import CLASSES, RECIPES, changes, edited, vocab_size_of
 from lib.lessons.speedrun.referee import Fault, Run
 from tests.lessons.speedrun.toy import plain_on_paper, race_on_paper
 
@@ -37,7 +41,7 @@ def run_of(seed: int, seconds: float) -> Run:
 
 def entry(name: str, seconds: list[float]) -> dict:
     runs = [run_of(seed, one) for seed, one in enumerate(seconds, start=1)]
-    return entry_of(name, SPRINT, f"# {name}\n" + ladder.start(), runs, torch.device("cpu"))
+    return entry_of(name, SPRINT, f"NAME = '{name}'\n" + ladder.start(), runs, torch.device("cpu"))
 
 
 def test_the_tails_of_students_t_are_those_of_its_tables():
@@ -54,6 +58,80 @@ def test_a_gain_that_load_may_explain_needs_fewer_tokens():
     for number, run in enumerate(mine["figures"]["runs"]):
         run["tokens"] = 50_000 + number
     assert board_rows([mine, loaded])[0]["faster than"] == "the same"
+
+
+def test_a_race_ends_with_a_verdict_and_its_reason():
+    mine = entry("mine", [50, 51, 52])
+    elsewhere = entry("other", [90, 95, 93]) | {"device": "NVIDIA H200"}
+    for other, in_turns, verdict in [
+        (entry("slow", [90, 95, 93]), False, "faster: equally fast recipes seldom differ so much"),
+        (entry("near", [53, 50, 57]), True, "not shown to be faster: p = 0."),
+        (entry("before", [40, 41, 42]), True, "not shown to be faster: its mean is no lower"),
+        (entry("few", [90, 95]), True, "not shown to be faster: a claim needs 3 seeds of each"),
+        (entry("mine", [90, 95, 93]), True, "not shown to be faster: it is the same recipe"),
+        (elsewhere, False, "not shown to be faster: the other was raced on NVIDIA H200"),
+        (entry("loaded", [56, 57, 58]), False, "not shown to be faster: it gains 12%, which load"),
+        (entry("loaded", [56, 57, 58]), True, "faster: "),
+    ]:
+        first, second, said = comparison(mine, other, in_turns=in_turns).split("\n")
+        assert first.startswith("mine  ")
+        assert "45.9 ± 2.2 s, " in first
+        assert second.startswith(other["figures"]["entry"])
+        assert ("in turns" in second) == in_turns
+        assert said.startswith(verdict), said
+
+
+def test_the_fastest_of_the_machine_is_compared_with_if_there_is_one():
+    on_gpu = entry("on a GPU", [5, 6, 7]) | {"device": "NVIDIA H200"}
+    entries = [entry("slow", [90, 95, 93]), entry("quick", [50, 51, 52]), on_gpu]
+    assert fastest("sprint", entries, board.machine_of(entries[0])) == entries[1]
+    assert fastest("sprint", entries, "a machine without entries") == on_gpu
+    assert fastest("pair", entries) is None
+
+
+def test_entries_raced_in_turns_share_seeds_and_each_keeps_its_own_runs(monkeypatch, capsys):
+    ran = []
+
+    def run(source, course, seed):
+        ran.append((source, seed))
+        return dataclasses.replace(run_of(seed, 50 + len(ran)), story=source)
+
+    class Course:
+        race = dataclasses.make_dataclass("Race", ["device"])(torch.device("cpu"))
+
+    monkeypatch.setattr(commands, "course_of", lambda *asked: contextlib.nullcontext(Course))
+    monkeypatch.setattr(commands, "workers_for", lambda *asked: ThreadPoolExecutor(1))
+    monkeypatch.setattr(commands, "run_entry", run)
+    monkeypatch.setattr(commands, "seeds", lambda count: [*range(1, count + 1)])
+    sources = ladder.start(), ladder.best()
+    found = commands.race_in_turns([*zip(("mine", "fastest"), sources)], SPRINT, 3)
+    assert ran == [(source, seed) for seed in (1, 2, 3) for source in sources]
+    for record, source in zip(found, sources):
+        runs = record["figures"]["runs"]
+        assert [(one["seed"], one["story"]) for one in runs] == [(n, source) for n in (1, 2, 3)]
+    assert "mine, seed 1: 45." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("against", ["record", "fastest"])
+def test_a_race_keeps_and_says_how_it_compares(against, tmp_path, monkeypatch, capsys):
+    entries = [entry("quick", [50, 51, 52]), entry("slow", [90, 95, 93])]
+    asked = []
+
+    def race_on_paper(sources, which, count):
+        asked.extend(name for name, _ in sources)
+        return [entry(name, [40, 41, 42 + 9 * n]) for n, (name, _) in enumerate(sources)]
+
+    monkeypatch.setattr(commands, "read_entries", lambda: entries)
+    monkeypatch.setattr(commands, "race_in_turns", race_on_paper)
+    (file := tmp_path / "my_run.py").write_text(ladder.best(), encoding="utf-8")
+    path = commands.race(commands.RaceConfig(entry=file, against=against, board=tmp_path))
+    assert asked == ["my_run"] + ["quick"] * (against == "fastest")
+    (record,) = read_records(path)
+    said = record["figures"]["compared"]
+    assert capsys.readouterr().out.endswith(f"\n\n{said}\n")
+    assert said.split("\n")[1].endswith("(raced in turns with it)") == (against == "fastest")
+    verdict = "faster: " if against == "record" else "not shown to be faster: p = "
+    assert said.split("\n")[2].startswith(verdict)
 
 
 def test_a_single_run_is_on_the_board_and_claims_nothing():
@@ -113,6 +191,19 @@ def test_a_submission_is_checked_and_its_sprint_raced_again(tmp_path, monkeypatc
         run["tokens"] *= 2
     assert commands.check(config) == 1
     assert "mine.jsonl: raced again, it takes" in capsys.readouterr().out
+
+
+def test_what_an_entry_changes_is_told_against_the_recipe_that_it_was_copied_from():
+    mine = edited(ladder.best(), {"num_layers=2": "num_layers=3"})
+    parent, changed = changes(mine)
+    assert parent == "fastest"
+    assert [line[0] for line in changed if "layers" in line or "VOCAB" in line] == ["-", "+"]
+    assert changes(edited(ladder.start(), {"num_layers=4": "num_layers=3"}))[0] == "start"
+
+
+def test_the_fastest_recipe_is_the_ladders_best_as_a_file():
+    file = (RECIPES / "fastest.py").read_text(encoding="utf-8")
+    assert file.split('"""', 2)[2] == ladder.best().split('"""', 2)[2]
 
 
 def test_a_card_is_one_picture(tmp_path):
