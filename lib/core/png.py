@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 
-MOST_COLORS = 256
+MOST_COLORS = 64
 
 
 def in_palette(png: bytes) -> bytes:
-    """The same picture with a palette of at most 256 colors; `png` itself if that is no smaller.
+    """The same picture with a palette of at most 64 colors; `png` itself if that is no smaller.
 
     Texts in the file, such as its description, and its resolution stay. A picture with transparent
     pixels stays as it is.

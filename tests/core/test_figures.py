@@ -23,7 +23,7 @@ def draw(axes):
     axes.legend()
 
 
-def test_a_saved_figure_is_opaque_twice_the_size_described_and_always_the_same(tmp_path):
+def test_a_saved_figure_is_opaque_sharper_than_described_and_always_the_same(tmp_path):
     for ending in ("png", "svg"):
         files = []
         for folder in ("a", "b"):
@@ -32,7 +32,7 @@ def test_a_saved_figure_is_opaque_twice_the_size_described_and_always_the_same(t
                 files.append(save_figure(figure, tmp_path / folder / f"f.{ending}", alt="Rises."))
         assert files[0].read_bytes() == files[1].read_bytes()
     image = Image.open(tmp_path / "a/f.png")
-    assert image.size == (600, 400)
+    assert image.size == (480, 320)
     assert np.asarray(image.convert("RGBA"))[..., 3].min() == 255
     assert image.text["Description"] == "Rises."
     assert sorted(os.listdir(tmp_path / "a")) == ["f.png", "f.svg"]

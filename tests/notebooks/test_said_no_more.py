@@ -26,7 +26,7 @@ CORRECTED = [
         "how busy are the tensor cores?",
         "with ping-pong and without",
     ),
-    ("README.md", "4,096 tokens, causal: 1.03 times", "which is ahead at 16,384"),
+    ("README.md", "4,096 tokens, causal: 1.03 times", "which leads at 16,384"),
 ]
 
 

@@ -17,20 +17,6 @@ from lib.profiling.collectives import COLLECTIVES, Link, bus_factor, predicted_m
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketTimes:
-    """When a bucket of gradients is averaged, in milliseconds from the start of backward."""
-
-    ready_ms: float
-    """The time when its gradients are complete."""
-
-    start_ms: float
-    """The time when its all-reduce starts."""
-
-    end_ms: float
-    """When its all-reduce ends."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Interference:
     """The slowdown of computation by communication that runs beside it."""
 
@@ -59,9 +45,6 @@ class ScalingPrediction:
 
     efficiency: float
     """Speed of each rank relative to one rank alone."""
-
-    buckets: tuple[BucketTimes, ...]
-    """The buckets in the order in which they are averaged."""
 
 
 def predict_scaling(
@@ -103,13 +86,10 @@ def predict_scaling(
 
     # each bucket waits for its gradients and for the bucket before it
     one = predicted_ms("all_reduce", gradient_bytes / buckets, ranks, latency_us, bandwidth_gbs)
-    times: list[BucketTimes] = []
     end = 0.0
     for number in range(1, buckets + 1):
         ready = backward_ms * number / buckets
-        start = max(ready if overlap else backward_ms, end)
-        end = start + one
-        times.append(BucketTimes(ready, start, end))
+        end = max(ready if overlap else backward_ms, end) + one
 
     # what ends after backward is exposed; what is hidden slows the computation beside it
     exposed, slowed = end - backward_ms, 0.0
@@ -117,7 +97,7 @@ def predict_scaling(
         hidden = buckets * one - exposed
         slowed = interference.hidden * hidden + interference.computing * alone
     step = alone + exposed + slowed
-    return ScalingPrediction(step, exposed, slowed, buckets * one, alone / step, tuple(times))
+    return ScalingPrediction(step, exposed, slowed, buckets * one, alone / step)
 
 
 # Scaling over hosts of several GPUs

@@ -112,6 +112,14 @@ log_sum_exp - of_target => -(of_target.exp() / shifted.exp().sum(-1)).log()
 of_target = shifted => of_target = logits
     | the maximum is subtracted inside the sum only; subtract it from the target's logit too
 mean() => sum() | the losses are added up; take their mean
+log_sum_exp - of_target => of_target - log_sum_exp | the sign is wrong; a loss is never below 0
+(log_sum_exp - of_target).mean() => (log_sum_exp - of_target).mean() / math.log(2)
+    | these are bits; nats need the natural logarithm
+(log_sum_exp - of_target).mean() =>
+    -logits.exp().div(logits.exp().sum(-1, keepdim=True))[torch.arange(len(targets)),
+    targets].log().mean()
+    | this is the naive softmax, where large logits give infinity / infinity; subtract the row's
+    maximum first
 torch.arange(len(targets)) => :
     | logits[:, targets] takes every target from every row; each row has one,
     logits[torch.arange(len(targets)), targets]
@@ -499,6 +507,13 @@ x = x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope) =>
     && return x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"]) =>
     return rms_norm(x + swiglu(x, w["ffn.w13.weight"], w["ffn.w2.weight"]), w["ln2.weight"])
     | a norm comes after each sum; it comes before each part
+rms_norm(x, w["ln2.weight"]), w["ffn => rms_norm(x, w["ln1.weight"]), w["ffn
+    | both parts have the norm "ln1"; SwiGLU's is "ln2"
+x = x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope) => pass
+    && return x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"]) =>
+    x = x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"]);
+    return x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope)
+    | SwiGLU comes before attention; attention comes first
 x = x + attend => y = x + attend && return x + swiglu => return y + swiglu
     | SwiGLU reads the stream as it was before attention; it comes after
 """

@@ -125,7 +125,7 @@ def compete(port: int, job: dict[str, Any], referee: Connection | None = None) -
     sys.modules["my_run"] = entry
     started, paused, seen, judged_at = clock(), 0.0, 0, 0
     exec(compile(job["source"], "my_run.py", "exec"), entry.__dict__)
-    require(hasattr(entry, "recipe"), "my_run.py must define recipe(race, seed)")
+    require(hasattr(entry, "recipe"), "the entry must define recipe(race, seed), by this name")
     steps = watched(entry.recipe, track, job["seed"])
     for number in itertools.count(1):
         model, count = next(steps)

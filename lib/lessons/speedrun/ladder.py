@@ -170,7 +170,7 @@ class Step(NamedTuple):
     """Times as fast."""
 
     chance: float
-    """That the two recipes are equally fast, where one looks so much faster: p, one-sided."""
+    """That two equally fast recipes differ by so much: p, two-sided."""
 
 
 def steps(entries: Mapping[str, Entry]) -> dict[str, Step]:
@@ -181,7 +181,7 @@ def steps(entries: Mapping[str, Entry]) -> dict[str, Step]:
             continue
         mine, others = times(entries[name]), times(entries[before])
         gain = statistics.mean(others) / statistics.mean(mine)
-        chance = min(chance_of_faster(mine, others), chance_of_faster(others, mine))
+        chance = 2 * min(chance_of_faster(mine, others), chance_of_faster(others, mine))
         runs = entries[name]["figures"]["runs"]
         found[name] = Step(statistics.mean(run["tokens"] for run in runs), mine, gain, chance)
         before = name if name not in TRIED else before

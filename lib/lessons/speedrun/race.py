@@ -232,9 +232,13 @@ def vocab_size_of(source: str) -> int:
     """The `VOCAB_SIZE` at the top of an entry's file.
 
     Raises:
-        ValueError: it is not a number from 257 to 32,768.
+        ValueError: it is not a number from 257 to 32,768, or the file is no Python.
     """
-    for line in ast.parse(source).body:
+    try:
+        lines = ast.parse(source).body
+    except SyntaxError as error:
+        raise ValueError(f"line {error.lineno} of the entry: {error.msg}") from None
+    for line in lines:
         if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "VOCAB_SIZE":
             size = line.value.value if isinstance(line.value, ast.Constant) else None
             if isinstance(size, int) and 257 <= size <= 32_768:

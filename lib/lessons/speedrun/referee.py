@@ -205,7 +205,8 @@ def judge_run(entrant: Connection, course: Course, seed: int) -> Run:
         started = time.perf_counter()
     found = at_target(curve, race.target)
     if found is None:
-        raise Fault(f"it is at {bits:.3f} bits per byte after {spent:.0f} s, not {race.target}")
+        reached = f"it is at {bits:.3f} bits per byte, not {race.target}, with seed {seed}"
+        raise Fault(f"{reached}, at the limit of {race.limit:.0f} s")
     # processor time is interpolated at the same point of the curve
     share = np.interp(found.tokens, [p[0] for p in curve], processor[1:])
     story, fresh = ending(model, course)

@@ -37,7 +37,15 @@ def _draw_merge(generator: random.Random, size: int) -> tuple:
     return kind(map(int, ids)), tuple(map(int, pair)), 9
 
 
-@exercise("warm-up", _draw_merge)
+def _keeps_ids(attempt: Callable, ids: Sequence[int], pair: tuple, new_id: int) -> Any:
+    given = ids[:]
+    result = attempt(given, pair, new_id)
+    if given != ids:
+        raise ValueError("it changes the list that is given, which others need; build a new one")
+    return result
+
+
+@exercise("warm-up", _draw_merge, harness=_keeps_ids)
 def merge(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
     merged, i = [], 0
     while i < len(ids):
@@ -115,6 +123,11 @@ if not pairs: => if not pairs or max(pairs.values()) < 2:
 (pairs[pair], vocab[pair[0]], vocab[pair[1]]) => (pairs[pair], vocab[pair[0]] + vocab[pair[1]])
     | among equally frequent pairs the joined bytes decide; compare the left token's bytes, and
     then the right one's
+for pair in pairwise(word) => for pair in set(pairwise(word))
+    | a pair counts once in a word; count each place
+best = max(pairs, key=lambda pair: (pairs[pair], vocab[pair[0]], vocab[pair[1]])) =>
+    best = min(pairs, key=lambda pair: (-pairs[pair], vocab[pair[0]], vocab[pair[1]]))
+    | among equally frequent pairs the first in the alphabet is merged; take the last
 merges.append((left, right)) => merges.append(left + right)
     | these are the joined tokens; return each pair of byte strings
 """

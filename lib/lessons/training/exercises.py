@@ -277,10 +277,10 @@ def swapped(one: str, other: str) -> dict[str, str]:
 def describe_diagnosis(yours: Any, expected: Mapping[str, str]) -> str:
     """Return how many runs are named right, and no word on which."""
     if not isinstance(yours, Mapping):
-        return f"it returned {yours!r}; return a dict from letters to faults"
+        return f"it returned {yours!r}; return a dict from each run to its fault"
     right = sum(yours.get(letter) == fault for letter, fault in expected.items())
     parts = [f"{right} of {len(expected)} right"]
-    if missing := ", ".join(letter for letter in expected if letter not in yours):
+    if missing := ", ".join(str(letter) for letter in expected if letter not in yours):
         parts.append(f"missing: {missing}")
     if strange := ", ".join(str(letter) for letter in yours if letter not in expected):
         parts.append(f"no such run: {strange}")

@@ -187,9 +187,9 @@ CAUSAL = {
     "in_graph": True,
 }
 ATTENTION = {
-    "forward": "**Attention forward**, causal, heads of 64, 4,096 tokens: {times}, which is "
-    "ahead at 16,384; notebooks 06 and 07 lead to it.",
-    "backward": "**Attention backward**, the same: {times}, which is ahead here, too.",
+    "forward": "**Attention forward**, causal, heads of 64, 4,096 tokens: {times}, which leads at "
+    "16,384.",
+    "backward": "**Attention backward**: {times}.",
 }
 COMPARISONS = (
     Comparison(

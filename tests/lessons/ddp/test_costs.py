@@ -25,19 +25,16 @@ SLOW = {"ranks": 2, "latency_us": 0.0, "bandwidth_gbs": 1.0, "backward_ms": 10.0
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "times", "exposed_ms"),
+    ("megabytes", "exposed_ms"),
     [
-        # averaged faster than they fill: only the last bucket is exposed
-        (8, [(5, 5, 9), (10, 10, 14)], 4),
-        # filled faster than they are averaged: the second waits for the first
-        (16, [(5, 5, 13), (10, 13, 21)], 11),
+        # averaged faster than they fill, from 5 to 9 and from 10 to 14 ms: only the last is exposed
+        (8, 4),
+        # filled faster than they are averaged, from 5 to 13 and from 13 to 21 ms: the second waits
+        (16, 11),
     ],
 )
-def test_a_bucket_is_sent_once_it_is_full_and_the_one_before_is_through(
-    megabytes, times, exposed_ms
-):
+def test_a_bucket_is_sent_once_it_is_full_and_the_one_before_is_through(megabytes, exposed_ms):
     found = predict_scaling(megabytes * 1e6, buckets=2, **SLOW)
-    assert [(b.ready_ms, b.start_ms, b.end_ms) for b in found.buckets] == times
     assert (found.exposed_ms, found.communication_ms) == (exposed_ms, megabytes)
     assert found.step_ms == 16 + exposed_ms
     assert found.efficiency == 16 / found.step_ms

@@ -48,6 +48,14 @@ def test_the_tails_of_students_t_are_those_of_its_tables():
     assert chance_of_faster([1, 2, 3], [1, 2, 3]) == pytest.approx(0.5)
 
 
+def test_a_gain_that_load_may_explain_needs_fewer_tokens():
+    mine, loaded = entry("mine", [50, 51, 52]), entry("the same", [56, 57, 58])
+    assert board_rows([mine, loaded])[0]["faster than"] == "–"
+    for number, run in enumerate(mine["figures"]["runs"]):
+        run["tokens"] = 50_000 + number
+    assert board_rows([mine, loaded])[0]["faster than"] == "the same"
+
+
 def test_a_single_run_is_on_the_board_and_claims_nothing():
     (row, _) = board_rows([entry("one", [50]), entry("slow", [90, 95, 93])])
     assert (row["seconds"], row["faster than"], row["claim"]) == ("45.0", "–", "1 of 3 seeds")
