@@ -36,12 +36,12 @@ def partial_results(generator: random.Random, size: int) -> tuple[Tensor, ...]:
 
 merge = exercise("warm-up", partial_results)(context.merge)
 merge.mistakes = """
-torch.exp(lse - total) * out + torch.exp(new_lse - total) * new_out => (out + new_out) / 2
+weight * out + new_weight * new_out => (out + new_out) / 2
     | the two outputs are averaged; a part with larger scores counts for more
-torch.exp(lse - total) * out + torch.exp(new_lse - total) * new_out =>
-    torch.exp(new_lse - total) * out + torch.exp(lse - total) * new_out
+weight * out + new_weight * new_out =>
+    new_weight * out + weight * new_out
     | each output has the weight of the other
-torch.exp(lse - total) * out + torch.exp(new_lse - total) * new_out =>
+weight * out + new_weight * new_out =>
     torch.exp(lse) * out + torch.exp(new_lse) * new_out
     | the weights don't sum to 1; divide them by the sum of both parts
 torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
@@ -50,7 +50,7 @@ torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
 torch.logaddexp(lse, new_lse) => lse + torch.log1p(torch.exp(new_lse - lse))
     | where the new part is much larger, `exp(new_lse - lse)` overflows; subtract the larger of both
 torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
-    && torch.exp(lse - total) * out + torch.exp(new_lse - total) * new_out =>
+    && weight * out + new_weight * new_out =>
     (torch.exp(lse) * out + torch.exp(new_lse) * new_out) / (torch.exp(lse) + torch.exp(new_lse))
     | the weights are exponentials of large log-sum-exps, which overflow; subtract the larger first
 new_out, total => new_out, total - torch.maximum(lse, new_lse)

@@ -12,7 +12,8 @@ data, pipeline. A step's time is that of the fullest pipeline stage,
 - data, stages 0 and 1: gradients in float32, which hide behind the last backward pass;
 - data, stage 3: blocks are gathered in bfloat16 for each pass and gradients scattered in float32
   for each micro-batch, which hide behind that pass;
-- pipeline: 1F1B; a message at each boundary hides behind the next micro-batch, if that is longer.
+- pipeline: 1F1B, which waits for messages: a micro-batch goes to the last stage and back while pp
+  of them are under way, so each takes its 2 (pp - 1) messages / pp longer.
 
 Activations are divided by `tp`, too (sequence parallelism), and the stages of ZeRO by dp · cp.
 Scores that the causal mask hides take no time and hide no messages, as in notebook 11's section 2:
@@ -169,14 +170,14 @@ def _seconds(config: ModelConfig, machine: Machine, layout: Layout, rows: int) -
         sent = _time(machine, "all_reduce", 4 * weights, shards, tp)
         reduced = max(sent / blocks, sent - backward)
 
-    # pipeline: stages start and end one after another; in between a message in each direction
-    # hides behind a micro-batch
+    # pipeline: stages start and end one after another, and each round trip of 2 (pp - 1) messages
+    # delays the pp micro-batches that are under way
     hop = _message(machine.link(pp, dp * tp * cp), activations / tp) if pp > 1 else 0.0
     one = forward + backward + tensor + context + gathered
     m = layout.micro_batches
     return {
         "computing": m * (forward + backward),
-        "pipeline": (pp - 1) * one + 2 * (pp - 1) * hop + m * max(0.0, hop - one),
+        "pipeline": (pp - 1) * one + (m + pp - 1) * 2 * (pp - 1) / pp * hop,
         "tensor": m * tensor,
         "context": m * context,
         "data": m * gathered + reduced,

@@ -43,19 +43,22 @@ def play(
     forward_ms: float,
     backward_ms: float,
     chunks: int = 1,
+    message_ms: float = 0.0,
 ) -> Played:
-    """Play a step: each stage goes through its events, and messages take no time.
+    """Play a step: each stage goes through its events, and computes while messages travel.
 
     Args:
         orders: the events of each stage.
         forward_ms, backward_ms: of one micro-batch on one chunk.
+        message_ms: of a message between two ranks; one link has one at a time in each direction.
     """
     ranks, costs = len(orders), {"forward": forward_ms, "backward": backward_ms}
     if fault := _fault_of_events(orders, micro_batches, chunks):
         return Played(fault, 0.0, (0,) * ranks)
     now, left = [0.0] * ranks, [[(*event, 0)[:3] for event in events] for events in orders]
-    # (kind, micro-batch, depth) -> when it was done
+    # (kind, micro-batch, depth) -> when the next event may use it; and when a link is free again
     done: dict[Event, float] = {}
+    free: dict[tuple[str, int], float] = {}
     moved = True
     while moved:
         moved = False
@@ -68,6 +71,10 @@ def play(
                     break
                 start = max(now[stage], done.get(needed, 0.0))  # type: ignore[arg-type]
                 now[stage] = done[kind, number, depth] = start + costs[kind]
+                # the last forward pass is followed by backward on the same rank
+                if message_ms and ranks > 1 and (kind, depth) != ("forward", ranks * chunks - 1):
+                    leaves = max(now[stage], free.get((kind, stage), 0.0))
+                    done[kind, number, depth] = free[kind, stage] = leaves + message_ms
                 events.pop(0)
                 moved = True
     stuck = [f"stage {n} at {_words(events[0], chunks)}" for n, events in enumerate(left) if events]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from lib.lessons.mesh import layouts as module
+from lib.lessons.mesh.exercises import one_f_one_b_orders
 from lib.lessons.mesh.layouts import (
     MACHINES,
     MODELS,
@@ -15,6 +16,7 @@ from lib.lessons.mesh.layouts import (
     layouts,
     micro_batch_counts,
 )
+from lib.lessons.mesh.schedules import play
 from lib.model.config import model_preset
 from lib.model.costs import flops_by_part, flops_per_token
 from lib.profiling.collectives import Link
@@ -70,12 +72,24 @@ def test_a_ring_hides_from_the_tokens_on_that_notebook_11_derives_and_waits_for_
     assert (found == pytest.approx(blocks * hop)) == (tokens > hides)
 
 
-@pytest.mark.parametrize("m", [8, 32])
-def test_a_pipelines_bubble_is_that_of_the_formula(m):
-    parts = cost(XL, FAST, Layout(dp=8, pp=8, micro_batches=m), 256).parts
-    share = parts["pipeline"] / (parts["pipeline"] + parts["computing"])
-    # messages of the first and the last micro-batch come on top
-    assert share == pytest.approx(7 / (m + 7), rel=0.04)
+@pytest.mark.parametrize("place", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 64), (4, 8), (4, 64), (8, 8), (8, 32)])
+def test_a_pipelines_step_is_that_of_1f1b_played_with_its_messages(place, pp, m):
+    layout = Layout(dp=64 // pp, pp=pp, micro_batches=m)
+    parts = cost(XL, place, layout, layout.dp * m).parts
+    one = parts["computing"] / m
+    link = place.link(pp, layout.dp)
+    hop = link.latency_us / 1e6 + 2 * XL.context_length * XL.d_model / (link.bandwidth_gbs * 1e9)
+    played = play(
+        one_f_one_b_orders(pp, m),
+        micro_batches=m,
+        forward_ms=one / 3,
+        backward_ms=2 * one / 3,
+        message_ms=hop,
+    ).ms
+    found = parts["computing"] + parts["pipeline"]
+    assert played <= found * (1 + 1e-9)
+    assert found <= played + 2 * hop
 
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_and_no_more():
@@ -146,7 +160,7 @@ def test_micro_batches_are_powers_of_two_up_to_one_sequence_each():
 
 @pytest.mark.parametrize("larger", [1, 2, 4, 8])
 @pytest.mark.parametrize("place", MACHINES)
-def test_the_lessons_tree_is_no_more_than_a_sixth_slower_with_larger_batches_too(place, larger):
+def test_the_lessons_tree_is_no_more_than_half_slower_with_larger_batches_too(place, larger):
     tree = functions_of("first_that_fits", vars(module))["tree"]
     for config, sequences in MODELS.values():
         chosen, best = (
@@ -155,4 +169,7 @@ def test_the_lessons_tree_is_no_more_than_a_sixth_slower_with_larger_batches_too
         took, least = (
             cost(config, MACHINES[place], one, larger * sequences).step_s for one in (chosen, best)
         )
-        assert took <= least * (7 / 6 if place == "8 hosts, 100 Gbit/s" else 1.001)
+        assert took <= least * (1.5 if place == "8 hosts, 100 Gbit/s" else 1.001)
+        # as the lesson says
+        if (config, larger, place) == (XL, 4, "8 hosts, 100 Gbit/s"):
+            assert took > 1.4 * least
