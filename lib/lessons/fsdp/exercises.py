@@ -292,6 +292,9 @@ ranks.all_reduce(shard.square().sum()) => shard.square().sum()
     | each rank takes the norm of its own shard; then they scale differently
 ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm()).square()
     | norms are added up over the ranks; add their squares
+ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm())
+    && (square + vector.square().sum()).sqrt() => square + vector.norm()
+    | norms are added; add squares, and take one root
 ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.square().sum()) / ranks.count
     | the squares are averaged over the ranks; they are parts of one sum
 max_norm / norm => norm / max_norm | the factor is norm / max_norm; it is max_norm / norm
@@ -636,6 +639,8 @@ def with_the_whole(x: Tensor, w1: Tensor, w2: Tensor, ranks: Threads) -> tuple[T
 
 
 tensor_parallel_mlp.mistakes = """
+grad_h = (grad_y @ w2) * (h > 0) => grad_h = ranks.all_reduce((grad_y @ w2) * (h > 0))
+    | the gradient of h is summed over the ranks; each has its own hidden units
 w1 = w1.chunk(ranks.count, dim=0)[ranks.number] => return with_the_whole(x, w1, w2, ranks)
     | every rank computes with the whole matrices, and a share of the result is added up; a rank has
     room for its own parts alone

@@ -290,7 +290,7 @@ sent_bytes.mistakes = """
     | an all-reduce counts once, in ddp and in zero1_parameters; it is a reduce-scatter and an
     all-gather
 "zero1_parameters": 3 => "zero1_parameters": 2
-    | zero1_parameters lacks the broadcast after the update
+    | zero1_parameters lacks the broadcast after the update, or counts half of the all-reduce
 "zero1_flat": 2 => "zero1_flat": 3
     | zero1_flat counts an all-reduce and an all-gather; a reduce-scatter is enough for gradients
 "zero1_flat": 2 => "zero1_flat": 1
