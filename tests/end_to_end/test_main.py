@@ -419,7 +419,7 @@ def test_wrong_flags_are_named(flags, message, capsys):
         ("tokenize --ddp_wrapper flat", "--ddp_wrapper; pipeline, train have it"),
         ("generate --run X", "generate has no flag --run; did you mean --checkpoint?"),
         ("benchmark attention --context_lengths 64", "did you mean --custom_tiers?"),
-        ("benchmark attention --sizes_mb 2", "benchmark communication has it"),
+        ("benchmark attention --sizes_mb 2", "benchmark communication, benchmark scaling have it"),
         ("generate --xyz", "generate has no flag --xyz; it has --checkpoint, --prompts, "),
         ("runs --all", "runs has no flag --all; it has --runs_dir"),
         ("notebooks clean --force", "notebooks clean has no flag --force; it has none"),

@@ -170,7 +170,9 @@ def extract_commit(root: Path, folder: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         # links could lead anywhere
         files = [member for member in archive if member.isreg()]
-        archive.extractall(folder, files, filter="data")
+        # Python 3.11 has no filters before 3.11.4, and needs none for these
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        archive.extractall(folder, files)
 
 
 def write_dataset(folder: Path, committed: Path, commit: str | None) -> None:
