@@ -84,7 +84,8 @@ def _draw_training(generator: random.Random, size: int) -> tuple:
     counts = {}
     for _ in range(size):
         word = "".join(generator.choices("abé", k=generator.randint(1, 2 + size)))
-        counts[word.encode()] = generator.randint(1, 9)
+        # many words occur once, as in a text
+        counts[word.encode()] = generator.choice([1, 1, 1, 2, 3, 4, 9])
     return counts, generator.randint(1, 3 * size)
 
 
