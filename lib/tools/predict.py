@@ -224,7 +224,7 @@ class Published(NamedTuple):
     tokens_per_s: float
     source: str
     assumed: str = ""
-    """What of `run` the source does not state."""
+    """The parts of `run` that the source does not state."""
 
 
 def _qwen(d_model: int, num_layers: int, num_heads: int, d_ff: int) -> ModelConfig:

@@ -40,7 +40,7 @@ from lib.tools.benchmarks.communication import (
     fitted_link,
     measure_collective,
 )
-from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.harness import Case, is_prediction
 from lib.tools.benchmarks.interleaved import make_groups
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
@@ -59,7 +59,7 @@ from lib.training.step import numerics
 log = logging.getLogger(__name__)
 Part = Literal["collective", "equality", "step", "pipeline", "ring"]
 COLLECTIVES: Any = ("all_reduce", "reduce_scatter", "all_gather")
-# Two groups of methods, each of which fits into the memory of an H200 at once with the `xl` model.
+# Two groups of methods: with the `xl` model, each group fits into the memory of an H200 at once.
 METHODS = (("none", "flashddp", "torch_ddp"), ("zero1", "fsdp", "fsdp2"))
 SEQUENCES = {"tiny": 2, "gpt2-354m": 16}
 PREDICTED_RANKS = (2, 4, 8)
@@ -73,7 +73,7 @@ class ScalingConfig(RanksTrainingConfig):
     """Record predictions for two, four and eight H200s; measure nothing."""
 
     parts: Annotated[tuple[Part, ...], NonEmpty] = get_args(Part)
-    """What to measure, in this order."""
+    """The parts to measure, in this order."""
 
     sizes_mb: tuple[PositiveFloat, ...] = ()
     """Sizes of collectives in MiB; by default as `benchmark communication`."""
@@ -282,11 +282,6 @@ def record_predictions(config: ScalingConfig) -> list[Record]:
     records = read_records(path)
     REPORT.write(records, config.output)
     return records
-
-
-def is_prediction(record: Record) -> bool:
-    """Whether a record holds no measured figures."""
-    return record["figures"].get("status") == "predicted"
 
 
 MEASURED = RanksBenchmark(REPORT, scaling_groups, measure_group)

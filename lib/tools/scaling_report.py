@@ -86,7 +86,7 @@ def scaling_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _comparisons(row: Mapping[str, Any], rows: Mapping[tuple, Mapping]) -> dict[str, Any]:
-    """What a measured row is beside its prediction, the formula and other rows of its setting."""
+    """Ratios of a measured row to its prediction, the formula and other rows of its setting."""
     milliseconds, found = row.get("median_ms"), {}
     if milliseconds and row.get("predicted_ms"):
         found["error"] = row["predicted_ms"] / milliseconds

@@ -1,4 +1,4 @@
-"""What the lessons on several GPUs said once, was wrong, and is said no more."""
+"""Wrong sentences of the lessons on several GPUs, which must not come back."""
 
 import re
 

@@ -76,7 +76,7 @@ def test_steps_rings_and_pipelines_are_measured_on_any_number_of_ranks(tmp_path,
 
 @pytest.fixture
 def predictions(tmp_path) -> list[dict]:
-    """What is predicted for eight GPUs, on a machine without one."""
+    """Predictions for eight GPUs, made on a machine without one."""
     config = ScalingConfig(predict=True, ranks=8, output=tmp_path)
     records = benchmark_scaling(config)
     # what is predicted once stays

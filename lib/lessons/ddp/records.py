@@ -1,4 +1,4 @@
-"""What H200s reached, from `artifacts/`, for notebook 08."""
+"""Times and speeds of H200s, from `artifacts/`, for notebook 08."""
 
 from __future__ import annotations
 

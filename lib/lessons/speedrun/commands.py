@@ -34,6 +34,7 @@ from lib.lessons.speedrun.board import (
     mean_and_interval,
     read_entries,
     times,
+    tokens,
     write_leaderboard,
 )
 from lib.lessons.speedrun.race import CLASSES, RECIPES, RaceClass, vocab_size_of
@@ -71,7 +72,7 @@ class RaceConfig:
     """The entry's name on the board (default: that of its file)."""
 
     against: Literal["record", "fastest"] = "record"
-    """What it is compared with: the `record` of the class's fastest entry, or that entry
+    """The comparison: with the `record` of the class's fastest entry, or with that entry
     (`fastest`), raced here in turns with yours, seed by seed, which takes as long again."""
 
     seeds: PositiveInt = FEWEST_SEEDS
@@ -97,6 +98,16 @@ def workers_for(device: torch.device, which: RaceClass) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, available_cpus() // which.ranks))
 
 
+def courses_of(
+    which: RaceClass, sources: Sequence[str], stack: contextlib.ExitStack
+) -> dict[int, Course]:
+    """Vocabulary -> course, for all vocabularies of entries; they last as long as `stack`."""
+    sizes = {vocab_size_of(source): source for source in sources}
+    return {
+        size: stack.enter_context(course_of(which, source, said)) for size, source in sizes.items()
+    }
+
+
 def race_in_turns(
     entries: Sequence[tuple[str, str]], which: RaceClass, count: int
 ) -> list[dict[str, Any]]:
@@ -119,10 +130,8 @@ def race_in_turns(
         return found
 
     with contextlib.ExitStack() as stack:
-        tracks = [
-            (name, source, stack.enter_context(course_of(which, source, said)))
-            for name, source in entries
-        ]
+        courses = courses_of(which, [source for _, source in entries], stack)
+        tracks = [(name, source, courses[vocab_size_of(source)]) for name, source in entries]
         device = tracks[0][2].race.device
         workers = stack.enter_context(workers_for(device, which))
         jobs = [(*track, seed) for seed in seeds(count) for track in tracks]
@@ -156,12 +165,13 @@ def race(config: RaceConfig) -> Path:
     source = config.entry.read_text(encoding="utf-8")
     name = config.name or config.entry.stem
     which = CLASSES[config.race_class]
-    best, others = fastest(which.name, read_entries()), []
+    entries, others = read_entries(), []
     if config.against == "fastest":
+        best = fastest(which.name, entries)
         require(best is not None, f"against must be 'record': the board has no {which.name} yet")
         others = [(best["figures"]["entry"], best["figures"]["source"])]
     record, *raced = race_in_turns([(name, source), *others], which, config.seeds)
-    other = raced[0] if raced else fastest(which.name, read_entries(), machine_of(record))
+    other = raced[0] if raced else fastest(which.name, entries, machine_of(record))
     compared = f"{name}: {mean_and_interval(times(record))} s; the board has no {which.name} yet"
     if other is not None:
         compared = comparison(record, other, in_turns=bool(raced))
@@ -238,9 +248,7 @@ def raced_again(record: dict[str, Any]) -> list[str]:
         again = race_source(figures["entry"], figures["source"], CLASSES["sprint"], FEWEST_SEEDS)
     except ValueError as error:
         return [f"raced again, {error}"]
-    claimed, found = (
-        statistics.mean(run["tokens"] for run in one["figures"]["runs"]) for one in (record, again)
-    )
+    claimed, found = (statistics.mean(tokens(one)) for one in (record, again))
     if max(claimed, found) > SAME_TOKENS * min(claimed, found):
         return [f"raced again, it takes {found:,.0f} tokens, and the record says {claimed:,.0f}"]
     return []
@@ -279,11 +287,7 @@ def climb(config: LadderConfig) -> Path:
         if name not in done or done[name]["figures"]["source"] != source
     }
     with contextlib.ExitStack() as stack, workers_for(device, which) as workers:
-        sizes = {vocab_size_of(source): source for source in todo.values()}
-        courses = {
-            size: stack.enter_context(course_of(which, source, said))
-            for size, source in sizes.items()
-        }
+        courses = courses_of(which, [*todo.values()], stack)
 
         def run(name: str, seed: int) -> Run | str:
             try:

@@ -20,6 +20,7 @@ from lib.lessons.speedrun.board import (
     chance_of_faster,
     mean_and_interval,
     times,
+    tokens,
 )
 from lib.lessons.speedrun.race import RECIPES, edited
 
@@ -182,8 +183,7 @@ def steps(entries: Mapping[str, Entry]) -> dict[str, Step]:
         mine, others = times(entries[name]), times(entries[before])
         gain = statistics.mean(others) / statistics.mean(mine)
         chance = 2 * min(chance_of_faster(mine, others), chance_of_faster(others, mine))
-        runs = entries[name]["figures"]["runs"]
-        found[name] = Step(statistics.mean(run["tokens"] for run in runs), mine, gain, chance)
+        found[name] = Step(statistics.mean(tokens(entries[name])), mine, gain, chance)
         before = name if name not in TRIED else before
     return found
 

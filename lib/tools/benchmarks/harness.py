@@ -314,6 +314,11 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def is_prediction(record: Record) -> bool:
+    """Whether a record holds no measured figures."""
+    return record.get("figures", {}).get("status") == "predicted"
+
+
 def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Record]:
     """The records in the file at `path` of the device and versions of `records`, these last.
 
@@ -324,8 +329,7 @@ def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Rec
     same = [
         record
         for record in read_records(path)
-        if record.get("figures", {}).get("status") == "predicted"
-        or all(record.get(key) == records[0][key] for key in keys)
+        if is_prediction(record) or all(record.get(key) == records[0][key] for key in keys)
     ]
     return [*same, *records]
 
