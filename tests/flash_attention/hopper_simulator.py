@@ -25,7 +25,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,24 +52,16 @@ def check(is_right: object, message: str) -> None:
         raise KernelError(message)
 
 
-def simulated(
-    seed: int, edits: Iterable[tuple[str, str]] = (), multiprocessors: int = 5
-) -> SimpleNamespace:
+def simulated(seed: int, multiprocessors: int = 5) -> SimpleNamespace:
     """The functions of `lib.flash_attention.hopper.launch`, for tensors on the CPU.
 
     Args:
         seed: seed of the order of events.
-        edits: pairs of a text that occurs once in the source, and its replacement.
         multiprocessors: how many programs share the items of work, if they are persistent.
     """
-    texts = {name: (LIB / name).read_text(encoding="utf-8") for name in FILES}
-    for old, new in edits:
-        found = sum(text.count(old) for text in texts.values())
-        check(found == 1, f"{old!r} must occur once, found {found} times")
-        texts = {name: text.replace(old, new) for name, text in texts.items()}
     names = NAMES | {"__name__": "simulated"}
-    for name, text in texts.items():
-        tree = ast.parse(text)
+    for name in FILES:
+        tree = ast.parse((LIB / name).read_text(encoding="utf-8"))
         tree.body = [line for line in tree.body if not is_replaced_import(line)]
         exec(compile(tree, name, "exec"), names)
     rng, schedule_tiles = random.Random(seed), names["schedule_tiles"]
