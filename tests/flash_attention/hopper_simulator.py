@@ -74,7 +74,7 @@ def simulated(seed: int, multiprocessors: int = 5) -> SimpleNamespace:
     names["_one_item_each"] = lambda num_items, _: torch.from_numpy(
         schedule_tiles([1], num_items, 1, False, programs=num_items)
     )
-    names["_launch"] = lambda key, device, addresses, make: [
+    names["_launch"] = lambda key, tensors, make: [
         kernel[grid](**arguments) for kernel, grid, arguments in make()
     ]
     return SimpleNamespace(**names)
@@ -460,12 +460,12 @@ class Kernel:
 
     def __init__(self, function: Callable, rng: random.Random):
         self.function, self.rng = function, rng
+        self.arg_names = list(inspect.signature(function).parameters)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(**settings) -> None:
             # without the compiler's options
-            names = inspect.signature(self.function).parameters
-            args = {name: settings[name] for name in names}
+            args = {name: settings[name] for name in self.arg_names}
             args = {k: Pointer.to(x) if isinstance(x, torch.Tensor) else x for k, x in args.items()}
             for number in range(grid[0]):
                 # this thread counts as a partition of the program

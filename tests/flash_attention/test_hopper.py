@@ -57,7 +57,7 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
 
     found = {}
 
-    def record(key, device, addresses, make: Callable) -> None:
+    def record(key, tensors, make: Callable) -> None:
         found.update({kernel.__name__: arguments for kernel, _, arguments in make()})
 
     replace(hopper, "_launch", record)

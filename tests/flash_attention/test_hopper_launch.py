@@ -371,7 +371,7 @@ def kinds_of_call(monkeypatch, q, k, is_causal: bool, has_rope: bool) -> set:
     """The kinds of kernels that a call of both passes launches."""
     found = set()
 
-    def record(key, device, addresses, make) -> None:
+    def record(key, tensors, make) -> None:
         found.update(launch.kind_of(kernel, arguments) for kernel, _, arguments in make())
 
     monkeypatch.setattr(launch, "_launch", record)
