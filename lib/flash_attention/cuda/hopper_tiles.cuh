@@ -37,6 +37,19 @@ DEVICE void scale_by(float (&x)[N][4], float factor) {
         for (int j = 0; j < 4; ++j) x[i][j] *= factor;
 }
 
+// C = 64 rows · tileᵀ, across a head. A_TILE and B_TILE are the bytes from 64 columns of these to the next.
+template <int A_TILE, int B_TILE, int N>
+DEVICE void issue_transposed(float (&c)[N][4], unsigned rows, unsigned tile) {
+    begin_matmuls();
+#pragma unroll
+    for (int i = 0; i < DIM / 16; ++i) {
+        unsigned long long a = operand(rows, i / 4 * A_TILE + i % 4 * 32);
+        unsigned long long b = operand(tile, i / 4 * B_TILE + i % 4 * 32);
+        i ? multiply_add<0>(c, a, b) : multiply<0>(c, a, b);
+    }
+    end_matmuls();
+}
+
 // The registers of a result, rounded to 16 bits, are those of a left operand.
 template <int N>
 DEVICE void to_operand(unsigned (&to)[N][4], const float (&x)[2 * N][4]) {
