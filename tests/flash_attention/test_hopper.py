@@ -3,7 +3,9 @@
 Run as a program, the file compiles the jobs that it reads from standard input.
 """
 
+import ctypes
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,16 +83,29 @@ def compile_one(job: dict) -> dict:
     """`job` with the resources of the compiled kernel."""
     from lib.flash_attention.hopper import compiled as hopper_compiled
     from lib.flash_attention.hopper import launch as hopper
+    from lib.flash_attention.hopper.direct import DirectLaunch, TensorMap
 
     function = getattr(hopper, job["kernel"])
     with pytest.MonkeyPatch.context() as patch:
         arguments = launches(job, patch.setattr)[job["kernel"]]
     kind = hopper_compiled.kind_of(function, arguments)
     code, about = hopper_compiled.compile_with_triton(*kind)
-    # raises if this Triton passes parameters in another way
     binary = hopper_compiled.Binary.of(kind[1], code, about)
+    on_a_gpu = SimpleNamespace(handle=None, device=0)
+    passed = DirectLaunch(binary, on_a_gpu, (1,), arguments).fixed
+    # a launch passes what this Triton's kernels take
+    sizes = [ctypes.sizeof(TensorMap if x is None else x) for x in passed]
+    assert sizes == parameter_bytes(code["ptx"])
     found = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=binary.shared_bytes))
     return job | resources(found) | {"matmuls": code["ptx"].count("wgmma.mma_async")}
+
+
+def parameter_bytes(ptx: str) -> list[int]:
+    """The bytes of each parameter of the kernel in PTX."""
+    (declared,) = re.findall(r"\.entry \w+\(([^)]*)\)", ptx)
+    arrays = [re.search(r"\.b8 \w+\[(\d+)\]", line) for line in declared.split(",")]
+    bits = [re.search(r"\.param \.\w(\d+)", line) for line in declared.split(",")]
+    return [int(a[1]) if a else int(b[1]) // 8 for a, b in zip(arrays, bits)]
 
 
 def jobs(**variant) -> list[dict]:

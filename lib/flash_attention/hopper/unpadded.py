@@ -20,7 +20,7 @@ from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper import fused
-from lib.flash_attention.hopper.direct import MAP_BYTES
+from lib.flash_attention.hopper.direct import TensorMap
 
 # Queries of a warpgroup, columns of a tile in shared memory
 ROWS, COLUMNS = 64, 64
@@ -109,7 +109,7 @@ class ForwardArguments(ctypes.Structure):
     """`Forward` of hopper_forward.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
+        *((name, TensorMap) for name in MAPS),
         *((name, ctypes.c_void_p) for name in ("lse", "work_list")),
         *((name, ctypes.c_int) for name in SIZES),
         ("scale", ctypes.c_float),
@@ -165,29 +165,22 @@ def flash_forward(
     query_tiles = -(-num_queries // tiles.queries)
     boxes = (ROWS, tiles.keys, tiles.keys, ROWS)
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles)
+    maps = dict(zip(MAPS, map(fused.tensor_map, (q, k, v, out), boxes)))
     arguments = ForwardArguments(
+        **maps,
         lse=lse.data_ptr(),
         work_list=None if plan.work_list is None else plan.work_list.data_ptr(),
         scale=scale,
         **dict(zip(SIZES, (*sizes, batch * num_heads, plan.section))),
     )
-    for name, x, rows in zip(MAPS, (q, k, v, out), boxes):
-        place = ctypes.addressof(arguments) + getattr(ForwardArguments, name).offset
-        ctypes.memmove(place, fused.tensor_map(x, rows), MAP_BYTES)
     items = query_tiles * num_heads * batch
-    launch = load_kernel(tiles, q, is_causal)
+    launch = load_kernel(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
     launch(items if plan.work_list is None else plan.work_list.shape[1], arguments)
 
 
-def load_kernel(tiles: Tiles, q: Tensor, is_causal: bool) -> Launch:
-    """The kernel for the GPU and dtype of q, to launch on its current stream."""
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    function = _function(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
-    return functools.partial(function.launch, stream=stream)
-
-
 @functools.cache
-def _function(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
+def load_kernel(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Launch:
+    """The kernel for a GPU and dtype."""
     image = image_of(tiles, is_bfloat16, is_causal)
     threads = (tiles.warpgroups + 1) * fused.WARPGROUP
     return Function(

@@ -86,18 +86,19 @@ def emulate_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "tensor_map", tensor_map)
 
 
-def tensor_map(x: Tensor, rows: int) -> bytes:
+def tensor_map(x: Tensor, rows: int) -> ctypes.Array:
     """`TensorMap` of hopper.cuh."""
     batch, heads, tokens, head_dim = x.shape
     sizes = (head_dim, tokens, heads, batch, rows)
-    return struct.pack("<Qqqqiiiii", x.data_ptr(), *x.stride()[:3], *sizes).ljust(128, b"\0")
+    image = struct.pack("<Qqqqiiiii", x.data_ptr(), *x.stride()[:3], *sizes).ljust(128, b"\0")
+    return (ctypes.c_ubyte * 128).from_buffer_copy(image)
 
 
 def load_backward(
-    tiles: fused.Tiles, q: Tensor, is_causal: bool, has_rope: bool
+    tiles: fused.Tiles, device: None, is_bfloat16: bool, is_causal: bool, has_rope: bool
 ) -> list[fused.Launch]:
     """What `fused.load_kernels` gives, on a CPU."""
-    macros = tiles.constants(q.dtype == torch.bfloat16, is_causal, has_rope)
+    macros = tiles.constants(is_bfloat16, is_causal, has_rope)
     library = _library(tiles.source, "Backward", tuple(macros.items()))
     return [
         functools.partial(_launch, library, "prepare", 128, 0),
@@ -106,9 +107,11 @@ def load_backward(
     ]
 
 
-def load_forward(tiles: unpadded.Tiles, q: Tensor, is_causal: bool) -> unpadded.Launch:
+def load_forward(
+    tiles: unpadded.Tiles, device: None, is_bfloat16: bool, is_causal: bool
+) -> unpadded.Launch:
     """What `unpadded.load_kernel` gives, on a CPU."""
-    macros = tiles.constants(q.dtype == torch.bfloat16, is_causal)
+    macros = tiles.constants(is_bfloat16, is_causal)
     library = _library("hopper_forward", "Forward", tuple(macros.items()))
     threads = 128 * (tiles.warpgroups + 1)
     return functools.partial(_launch, library, "forward", threads, tiles.shared_bytes)

@@ -204,6 +204,8 @@ def test_a_launch_reaches_the_driver_whole(monkeypatch):
 
     monkeypatch.setattr(driver, "driver", Driver)
     monkeypatch.setattr(driver, "_context", driver._context.__wrapped__)
+    stream = {2: 0x400000000004}.get
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     settings = {"device": 2, "threads": 128, "shared_bytes": 4096}
     function = driver.Function(b"ELF", "forward", **settings)
     assert dict(calls)["cuModuleLoadData"][1:] == (b"ELF",)
@@ -211,16 +213,16 @@ def test_a_launch_reaches_the_driver_whole(monkeypatch):
     assert dict(calls)["cuFuncSetAttribute"][1:] == (driver.SHARED_BYTES_ATTRIBUTE, 4096)
     calls.clear()
     arguments = launch.AttentionArguments(lse=0x123456789ABC, num_heads=7, scale=0.25)
-    function.launch(70000, arguments, 0x400000000004)
+    function(70000, arguments)
     # the thread may have no context yet
     assert [name for name, _ in calls][-2:] == ["cuCtxSetCurrent", "cuLaunchKernel"]
-    handle, *sizes, stream, pointers, extra = calls[-1][1]
-    assert (handle, stream.value, extra) == (function.handle, 0x400000000004, None)
+    handle, *sizes, queue, pointers, extra = calls[-1][1]
+    assert (handle, queue.value, extra) == (function.handle, 0x400000000004, None)
     assert sizes == [70000, 1, 1, 128, 1, 1, 4096]
     assert ctypes.string_at(pointers[0], ctypes.sizeof(arguments)) == bytes(arguments)
     refused.append("cuLaunchKernel")
     with pytest.raises(RuntimeError, match="CUDA: unknown error"):
-        function.launch(1, arguments, 0)
+        function(1, arguments)
 
 
 def test_sources_travel_with_the_package():
