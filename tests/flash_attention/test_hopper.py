@@ -234,20 +234,20 @@ def scheduled(hopper, forward, backward):
     return lambda q, k, v, *, is_causal, scale: Scheduled.apply(q, k, v, is_causal, scale)
 
 
-# warpgroups, keys, stages, is_ordered, is_persistent, kept: of the forward pass, and of dQ and of
-# dK and dV
+# warpgroups, keys, stages, is_ordered, is_persistent, is_kept: of the forward pass, and of dQ and
+# of dK and dV
 FORWARD = {
-    64: [(2, 128, 2), (3, 128, 3, True, False), (3, 128, 2, True), (2, 128, 3, False, True, 1)],
-    128: [(2, 128, 2), (2, 64, 4), (2, 128, 2, True, True, 1)],
+    64: [(2, 128, 2), (3, 128, 3, True, False), (3, 128, 2, True), (2, 128, 3, False, True, True)],
+    128: [(2, 128, 2), (2, 64, 4), (2, 128, 2, True, True, True)],
     256: [(2, 64, 2), (2, 64, 2, True, False)],
 }
 BACKWARD = {
     64: [
         ((3, 64, 4), (2, 64, 4)),
-        ((3, 64, 4, False, False, 1), (2, 64, 4, False, False, 2)),
-        ((2, 128, 3), (2, 64, 3, False, True, 1)),
+        ((3, 64, 4, False, False, True), (2, 64, 4, False, False, True)),
+        ((2, 128, 3), (2, 64, 3, False, True, True)),
     ],
-    128: [((2, 64, 3), (2, 64, 2)), ((2, 64, 3, False, False, 1), (2, 64, 3, False, False))],
+    128: [((2, 64, 3), (2, 64, 2)), ((2, 64, 3, False, False, True), (2, 64, 3, False, False))],
     256: [((2, 32, 3), (1, 64, 2)), ((2, 32, 3, False, False), (1, 64, 2, False, False))],
 }
 SCHEDULES = [(d, s, None) for d in FORWARD for s in FORWARD[d]]

@@ -110,7 +110,7 @@ def sizes_of(num_tiles=0, section=0, num_items=0, num_queries=0):
 
 
 def config_of(is_causal: bool, warpgroups: int = 2, keys: int = 64):
-    return blocks.Config(warpgroups, keys, 2, 0, is_causal, False, 0)
+    return blocks.Config(warpgroups, keys, 2, 0, is_causal, False, False)
 
 
 def meta_heads(*shape: int):

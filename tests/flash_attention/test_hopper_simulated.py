@@ -89,8 +89,8 @@ def of_seeds(number: int, slow: int):
 @of_seeds(2, slow=40)
 def test_forward(seed, is_causal, warpgroups, is_persistent):
     rng, case, kernels = drawn(seed, is_causal)
-    stages, is_ordered, kept = rng.choice([2, 3, 4]), rng.random() < 0.5, rng.choice([0, 1])
-    schedule = (warpgroups, rng.choice([64, 128]), stages, is_ordered, is_persistent, kept)
+    stages, is_ordered, is_kept = rng.choice([2, 3, 4]), rng.random() < 0.5, rng.random() < 0.5
+    schedule = (warpgroups, rng.choice([64, 128]), stages, is_ordered, is_persistent, is_kept)
     assert_forward_is_right(case, kernels, schedule)
 
 
@@ -98,8 +98,8 @@ def test_forward(seed, is_causal, warpgroups, is_persistent):
 def test_backward(seed, is_causal, warpgroups, is_persistent):
     rng, case, kernels = drawn(seed, is_causal)
     of_queries, of_keys = (
-        (warpgroups, 64, rng.choice(stages), False, is_persistent, rng.choice([0, 1, 2]))
-        for stages in ([3, 4], [2, 3, 4])
+        (groups, 64, rng.choice(stages), False, is_persistent, rng.random() < 0.5)
+        for groups, stages in ((warpgroups, [3, 4]), (2, [2, 3, 4]))
     )
     assert_backward_is_right(case, kernels, (of_queries, of_keys), is_rotated=rng.random() < 0.5)
 

@@ -314,8 +314,7 @@ def _grad_queries(
 
     # delta, and what the other kernel needs
     mbarrier.wait(args.q_ring.full.index(PART), index & 1)
-    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS >= 1, SCORES)
-    grad_out = left_operand(grad_out_tile, CONFIG.IN_REGISTERS >= 2, SCORES)
+    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)
     delta = gl.sum(out.to(gl.float32) * grad_out_tile.load(COPY).to(gl.float32), 1)
     delta = gl.convert_layout(delta, SCORES_ROW)  # (64,)
     padded_row = gl.cast(batch_head, gl.int64) * args.padded + row
@@ -325,7 +324,7 @@ def _grad_queries(
     # dS of the first tile: the last keys, the only ones that can need a mask
     slot = wait_until_full(args.k_ring, step, CONFIG)
     k, v = args.k_tiles.index(slot), args.v_tiles.index(slot)
-    scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES, CONFIG)  # (64, KEYS)
+    scores, grad_p = two_matmuls(q, k, grad_out_tile, v, SCORES, CONFIG)  # (64, KEYS)
     scores, grad_p = warpgroup_mma_wait(0, [scores, grad_p])
     p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(lse, 1))
     if CONFIG.IS_CAUSAL or not CONFIG.IS_EVEN:
@@ -346,7 +345,7 @@ def _grad_queries(
         slot = i % CONFIG.STAGES
         following = (i + 1) % CONFIG.STAGES
         k, v = args.k_tiles.index(following), args.v_tiles.index(following)
-        scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES, CONFIG)
+        scores, grad_p = two_matmuls(q, k, grad_out_tile, v, SCORES, CONFIG)
         acc = warpgroup_mma(grad_scores_operand, args.k_tiles.index(slot), acc, is_async=True)
         # dS of the next tile while the last matmul runs
         scores, grad_p = warpgroup_mma_wait(1, [scores, grad_p])
@@ -471,7 +470,7 @@ def backward_keys_kernel(
             [4, 1],
             [CONFIG.REGISTERS, LOAD_REGISTERS],
         )
-    elif CONFIG.WARPGROUPS == 2:
+    else:
         gl.warp_specialize(
             [
                 (_grad_keys_partition, (args, 0, CONFIG)),
@@ -480,17 +479,6 @@ def backward_keys_kernel(
             ],
             [4, 1],
             [CONFIG.REGISTERS, LOAD_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_grad_keys_partition, (args, 0, CONFIG)),
-                (_grad_keys_partition, (args, 1, CONFIG)),
-                (_grad_keys_partition, (args, 2, CONFIG)),
-                (_load_for_keys, (args, CONFIG)),
-            ],
-            [4, 4, 1],
-            [CONFIG.REGISTERS, CONFIG.REGISTERS, LOAD_REGISTERS],
         )
 
 
@@ -557,8 +545,8 @@ def _grad_keys_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
         grad_v = gl.zeros([ROWS, DIM], gl.float32, OUT)
 
         mbarrier.wait(args.k_ring.full.index(PART), index & 1)
-        k = left_operand(args.k_tiles.index(PART), CONFIG.IN_REGISTERS >= 1, SCORES)  # (64, DIM)
-        v = left_operand(args.v_tiles.index(PART), CONFIG.IN_REGISTERS >= 2, SCORES)
+        k = left_operand(args.k_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)  # (64, DIM)
+        v = left_operand(args.v_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)
         for _member in range(sizes.group):
             # skip the tiles of queries that only see other warpgroups' keys
             for i in range(step, step + seen_from - loaded_from):

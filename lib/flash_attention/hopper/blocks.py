@@ -51,8 +51,8 @@ class Config(NamedTuple):
     IS_EVEN: bool
     """The last tile in the ring is a whole one, or needs the causal mask alone."""
 
-    IN_REGISTERS: int
-    """How many of the operands that stay (q and dO, or k and v) are held in registers."""
+    IN_REGISTERS: bool
+    """The operands that stay (q, or k and v) are held in registers."""
 
     IS_ORDERED: bool = False
     """Warpgroups issue their matmuls one after the other (ping-pong)."""

@@ -217,7 +217,7 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
 
     # the scores of the first tile: the last keys, the only ones that can need a mask
-    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS >= 1, SCORES)  # (64, DIM)
+    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)  # (64, DIM)
     slot = wait_until_full(args.k_ring, step, CONFIG)
     wait_for_turn(args.turns, step, PART, CONFIG)
     scores = times_transposed(q, args.k_tiles.index(slot), no_scores, CONFIG)  # (64, KEYS)

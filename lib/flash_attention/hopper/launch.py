@@ -86,9 +86,9 @@ class Schedule(NamedTuple):
     """How a kernel divides its work; a program has a multiprocessor to itself."""
 
     warpgroups: int
-    """Warpgroups that compute, 64 queries each (dK and dV: 64 keys each): 2 or 3.
+    """Warpgroups that compute, 64 queries each: 2 or 3.
 
-    With 1, two share 64 keys: one makes dK, the other one dV.
+    For dK and dV 2, with 64 keys each, or 1: two then share 64 keys, one makes dK, the other dV.
     """
 
     keys: int
@@ -103,8 +103,8 @@ class Schedule(NamedTuple):
     is_persistent: bool = True
     """Whether a program stays on its multiprocessor for many items of work."""
 
-    kept: int = 0
-    """How many of the operands that stay (q and dO, or k and v) are kept in registers."""
+    is_kept: bool = False
+    """Whether operands that stay (q, or k and v) are kept in registers."""
 
 
 class Work(NamedTuple):
@@ -128,16 +128,16 @@ def forward_schedule(head_dim: int) -> Schedule:
     if tile_width(head_dim) == 64:
         return Schedule(3, 128, 3, is_ordered=True)
     if tile_width(head_dim) == 128:
-        return Schedule(2, 128, 2, kept=1)
+        return Schedule(2, 128, 2, is_kept=True)
     return Schedule(2, 64, 2)
 
 
 def backward_schedules(head_dim: int) -> tuple[Schedule, Schedule]:
     """The schedules of dQ, and of dK and dV, for this head_dim, tuned on an H200."""
     if tile_width(head_dim) == 64:
-        return Schedule(3, 64, 4, kept=1), Schedule(2, 64, 4, kept=2)
+        return Schedule(3, 64, 4, is_kept=True), Schedule(2, 64, 4, is_kept=True)
     if tile_width(head_dim) == 128:
-        return Schedule(2, 64, 4, kept=1), Schedule(2, 64, 3)
+        return Schedule(2, 64, 4, is_kept=True), Schedule(2, 64, 3)
     return Schedule(2, 32, 3), Schedule(1, 64, 2)
 
 
@@ -590,7 +590,7 @@ def _config(q: Tensor, schedule: Schedule, **flags: bool) -> Config:
         KEYS=schedule.keys,
         STAGES=schedule.stages,
         REGISTERS=_registers(schedule)[1],
-        IN_REGISTERS=schedule.kept,
+        IN_REGISTERS=schedule.is_kept,
         IS_ORDERED=schedule.is_ordered,
         HEAD_DIM=q.shape[3],
         **flags,
