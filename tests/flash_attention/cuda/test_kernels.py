@@ -26,7 +26,6 @@ from tests.flash_attention.cases import (
     assert_error_at_most_twice_pytorchs,
     formula,
     make_inputs,
-    new_memory_is_nan,
     with_gradients,
 )
 from tests.flash_attention.cuda import emulator
