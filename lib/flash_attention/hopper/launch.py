@@ -321,8 +321,14 @@ def _unpadded_forward(
     work_list = None
     if programs < num_items <= MAX_LISTED:
         work_list = _work_list(work, programs, q.device)
-    plan = unpadded.Plan(tiles, work.section, work_list)
-    unpadded.flash_forward(q, k, v, is_causal, scale, out=out, lse=lse, plan=plan)
+    unpadded.flash_forward(
+        *(q, k, v, is_causal, scale),
+        out=out,
+        lse=lse,
+        tiles=tiles,
+        section=work.section,
+        work_list=work_list,
+    )
 
 
 def flash_backward(
@@ -342,6 +348,8 @@ def flash_backward(
 ) -> Grads:
     """Do what `lib.flash_attention.triton_attention.flash_backward` does, where `supports` holds.
 
+    Under a causal mask there is a query for each key.
+
     Args:
         schedules: of the kernel for dQ, and of that for dK and dV.
         grads: the tensors to write; `can_be_copied` must hold for each.
@@ -349,8 +357,15 @@ def flash_backward(
     """
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     if not schedules and _one_kernel_is_faster(q, k, is_causal):
-        inputs = (grad_out, q, k, v, out, lse)
-        return _fused_backward(*inputs, is_causal, scale, grads, angles, deterministic)
+        inputs = (_to_copy(grad_out), q, k, v, _to_copy(out), lse)
+        section = _fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device))
+        return fused.flash_backward(
+            *(*inputs, is_causal, scale),
+            grads=grads,
+            angles=angles,
+            section=section,
+            deterministic=deterministic,
+        )
     tensors = _backward_tensors(grad_out, q, k, v, out, lse, grads, angles)
     settings = (is_causal, scale, angles is not None)
 
@@ -372,8 +387,7 @@ def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
     if head_dim > fused.TILES[-1].dim:
         return False
     tiles = fused.tiles_of(head_dim)
-    num_keys = min(k.shape[2], num_queries) if is_causal else k.shape[2]
-    blocks = batch * k.shape[1] * _num_tiles(num_keys, tiles.keys) / _multiprocessors(q.device)
+    blocks = batch * k.shape[1] * _num_tiles(k.shape[2], tiles.keys) / _multiprocessors(q.device)
     queries = num_queries / 2 if is_causal else num_queries
     is_large = queries >= MANY_QUERIES and blocks >= MANY_BLOCKS[tiles.dim][is_causal]
     return is_large and _has_compiler()
@@ -386,36 +400,6 @@ def _has_compiler() -> bool:
     message = "attention runs its kernels in Gluon, slower here than those in CUDA C++, which need"
     warn_once(log, f"{message} NVRTC: pip install nvidia-cuda-nvrtc")
     return False
-
-
-def _fused_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    grads: Grads,
-    angles: tuple[Tensor, Tensor] | None,
-    deterministic: bool,
-) -> Grads:
-    """The backward pass in one kernel."""
-    # under a causal mask there must be a query for each key
-    num_keys = min(k.shape[2], q.shape[2]) if is_causal else k.shape[2]
-    for grad in grads[1:]:
-        grad[:, :, num_keys:].zero_()
-    k, v, grad_k, grad_v = (x[:, :, :num_keys] for x in (k, v, *grads[1:]))
-    out, grad_out = map(_to_copy, (out, grad_out))
-    fused.flash_backward(
-        *(grad_out, q, k, v, out, lse, is_causal, scale),
-        grads=(grads[0], grad_k, grad_v),
-        angles=angles,
-        section=_fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device)),
-        deterministic=deterministic,
-    )
-    return grads
 
 
 def _fused_section(

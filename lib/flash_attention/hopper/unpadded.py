@@ -11,7 +11,6 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,18 +72,6 @@ class Tiles:
             "BFLOAT16": int(is_bfloat16),
             "CAUSAL": int(is_causal),
         }
-
-
-class Plan(NamedTuple):
-    """Which block computes which tiles of queries."""
-
-    tiles: Tiles
-
-    section: int
-    """Heads of k, of all sequences, that are worked on at a time."""
-
-    work_list: Tensor | None
-    """The table of `launch.schedule_tiles` for these blocks; None: a block for each tile."""
 
 
 # In order of their width, tuned on an H200
@@ -152,16 +139,18 @@ def flash_forward(
     *,
     out: Tensor,
     lse: Tensor,
-    plan: Plan,
+    tiles: Tiles,
+    section: int,
+    work_list: Tensor | None,
 ) -> None:
     """Do what `lib.flash_attention.hopper.launch.flash_forward` does, into `out` and `lse`.
 
     Args:
-        plan: of the tiles of queries.
+        section: heads of q, of all sequences, that are worked on at a time.
+        work_list: the table of `launch.schedule_tiles` for blocks; None: one for each tile.
     """
     batch, num_heads, num_queries, _ = q.shape
     key_heads, num_keys = k.shape[1:3]
-    tiles = plan.tiles
     query_tiles = -(-num_queries // tiles.queries)
     boxes = (ROWS, tiles.keys, tiles.keys, ROWS)
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles)
@@ -169,13 +158,13 @@ def flash_forward(
     arguments = ForwardArguments(
         **maps,
         lse=lse.data_ptr(),
-        work_list=None if plan.work_list is None else plan.work_list.data_ptr(),
+        work_list=None if work_list is None else work_list.data_ptr(),
         scale=scale,
-        **dict(zip(SIZES, (*sizes, batch * num_heads, plan.section))),
+        **dict(zip(SIZES, (*sizes, batch * num_heads, section))),
     )
     items = query_tiles * num_heads * batch
     launch = load_kernel(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
-    launch(items if plan.work_list is None else plan.work_list.shape[1], arguments)
+    launch(items if work_list is None else work_list.shape[1], arguments)
 
 
 @functools.cache
