@@ -114,20 +114,13 @@ def is_faster(head_dim: int, is_causal: bool) -> bool:
     return head_dim in HEAD_DIMS or (is_causal and head_dim in CAUSAL_HEAD_DIMS)
 
 
-def pick_tiles(head_dim: int) -> Tiles:
-    """The tiles for long sequences of heads of HEAD_DIMS or CAUSAL_HEAD_DIMS."""
-    return next(tiles for tiles in TILES if tiles.dim >= head_dim)
-
-
-def tiles_by_length(q: Sequence[int], multiprocessors: int) -> tuple[Tiles, ...]:
-    """The tiles for queries of shape `q`, and then those that other lengths of these heads have."""
+def pick_tiles(q: Sequence[int], multiprocessors: int) -> Tiles:
+    """The tiles for queries of shape `q`, of heads of HEAD_DIMS or CAUSAL_HEAD_DIMS."""
     batch, num_heads, num_queries, head_dim = q
-    large = pick_tiles(head_dim)
-    if head_dim > SHORT_TILES.dim:
-        return (large,)
+    large = next(tiles for tiles in TILES if tiles.dim >= head_dim)
     blocks = batch * num_heads * -(-num_queries // large.queries)
     is_short = num_queries <= SHORT_QUERIES or blocks <= multiprocessors
-    return (SHORT_TILES, large) if is_short else (large, SHORT_TILES)
+    return SHORT_TILES if is_short and head_dim <= SHORT_TILES.dim else large
 
 
 def flash_forward(
