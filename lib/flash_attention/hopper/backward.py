@@ -36,7 +36,7 @@ from lib.flash_attention.hopper.blocks import (
     part_of_queries,
     release_copied,
     store_tile,
-    tile_and_head,
+    take_item,
     times_transposed,
     two_matmuls,
     unrotate,
@@ -210,12 +210,9 @@ def _load_for_queries(args, CONFIG: gl.constexpr):
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     sizes = args.sizes
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, sizes, CONFIG.IS_CAUSAL)
+        tile, batch_head, item = take_item(args, item, index, CONFIG.IS_CAUSAL)
         batch = batch_head // sizes.heads
         head = batch_head % sizes.heads
 
@@ -246,12 +243,9 @@ def _load_for_queries(args, CONFIG: gl.constexpr):
 def _grad_queries_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     """Compute dQ of 64 queries at a time, in one of the warpgroups."""
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, args.sizes, CONFIG.IS_CAUSAL)
+        tile, batch_head, item = take_item(args, item, index, CONFIG.IS_CAUSAL)
         batch = batch_head // args.sizes.heads
         head = batch_head % args.sizes.heads
         first, seen, loaded = part_of_queries(tile, args.sizes, PART, CONFIG)
@@ -489,13 +483,10 @@ def _load_for_keys(args, CONFIG: gl.constexpr):
     sizes = args.sizes
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
         # first tiles first: most queries see the first keys
-        tile, batch_head = tile_and_head(item, sizes, False)
+        tile, batch_head, item = take_item(args, item, index, False)
         key_heads = sizes.heads // sizes.group
         batch = batch_head // key_heads
         key_head = batch_head % key_heads
@@ -529,12 +520,9 @@ def _grad_keys_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     grad_tile = args.grad_tiles.index(PART)
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, sizes, False)
+        tile, batch_head, item = take_item(args, item, index, False)
         key_heads = sizes.heads // sizes.group
         first = tile * (CONFIG.WARPGROUPS * ROWS)
         loaded_from = first_query_tile(first, num_query_tiles, CONFIG)
@@ -694,12 +682,9 @@ def _one_gradient_partition(args, IS_VALUES: gl.constexpr, CONFIG: gl.constexpr)
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     key_heads = sizes.heads // sizes.group
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, sizes, False)
+        tile, batch_head, item = take_item(args, item, index, False)
         first = tile * ROWS
         seen_from = first_query_tile(first, num_query_tiles, CONFIG)
         acc = gl.zeros([ROWS, DIM], gl.float32, OUT)

@@ -132,6 +132,15 @@ def tile_and_head(item, sizes, IS_LAST_FIRST: gl.constexpr):
 
 
 @gluon.jit
+def take_item(args, item, index, IS_LAST_FIRST: gl.constexpr):
+    """The tile and the head of this program's item number `index`, and its item after that."""
+    # issued long before it is needed
+    following = own_item(args.work_list_ptr, index + 1)
+    tile, batch_head = tile_and_head(item, args.sizes, IS_LAST_FIRST)
+    return tile, batch_head, following
+
+
+@gluon.jit
 def first_query(tile, sizes, CONFIG: gl.constexpr):
     """The first query of a tile; below 0 in a first tile that is not whole.
 
