@@ -42,16 +42,6 @@ static_assert(GRAD_S_FULL + 8 * STAGES == SHARED_BYTES, "as the host has it");
 constexpr int N = QUERIES / 8;  // fragments across a tile of queries
 constexpr int D = DIM / 8;      // and across head_dim
 
-// C += operand · tile
-DEVICE void issue(float (&c)[D][4], unsigned (&a)[N / 2][4], unsigned tile) {
-    keep(a);
-    begin_matmuls();
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i)
-        multiply_add<1>(c, a[i], operand(tile, i * 16 * ROW_BYTES, QUERY_TILE));
-    end_matmuls();
-}
-
 // C = 64 rows of dS · columns of K
 template <int M>
 DEVICE void issue_grad_q(float (&c)[M][4], unsigned grad_s, unsigned k) {
@@ -70,10 +60,9 @@ DEVICE void exponentiate(float (&scores)[N][4], unsigned lse, float scale_log2) 
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         float2 x = load_pair(lse + 32 * i);
-        scores[i][0] = exp2_fast(scores[i][0] * scale_log2 - x.x);
-        scores[i][1] = exp2_fast(scores[i][1] * scale_log2 - x.y);
-        scores[i][2] = exp2_fast(scores[i][2] * scale_log2 - x.x);
-        scores[i][3] = exp2_fast(scores[i][3] * scale_log2 - x.y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            scores[i][j] = exp2_fast(scores[i][j] * scale_log2 - (j % 2 ? x.y : x.x));
     }
 }
 
@@ -82,10 +71,8 @@ DEVICE void to_grad_s(float (&grad_p)[N][4], const float (&p)[N][4], unsigned de
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         float2 x = load_pair(delta + 32 * i);
-        grad_p[i][0] = p[i][0] * (grad_p[i][0] - x.x);
-        grad_p[i][1] = p[i][1] * (grad_p[i][1] - x.y);
-        grad_p[i][2] = p[i][2] * (grad_p[i][2] - x.x);
-        grad_p[i][3] = p[i][3] * (grad_p[i][3] - x.y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) grad_p[i][j] = p[i][j] * (grad_p[i][j] - (j % 2 ? x.y : x.x));
     }
 }
 
@@ -167,12 +154,12 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         // dV; dQ once dS is there for both warpgroups; dK, which still runs when the next step begins.
         // A matmul with an operand in registers holds the warp: whoever waits for dS hears before that.
         if (APART && PART == 0) share_grad_s<PART>(memory, step);
-        issue(grad_v, p, grad_out);
+        issue_from_registers<QUERY_TILE>(grad_v, p, grad_out);
         if (GRAD_QS) share_grad_s<PART>(memory, step);
 #pragma unroll
         for (int j = 0; j < GRAD_QS; ++j)
             issue_grad_q(grad_q[j], grad_s_tiles + j * 64 * ROW_BYTES, k_columns);
-        issue(grad_k, grad_s, q);
+        issue_from_registers<QUERY_TILE>(grad_k, grad_s, q);
         wait_for_matmuls<1>();
         keep(p);
         release(memory + GRAD_OUT_EMPTY + 8 * step.stage);

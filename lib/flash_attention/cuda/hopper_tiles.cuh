@@ -62,6 +62,16 @@ DEVICE void to_operand(unsigned (&to)[N][4], const float (&x)[2 * N][4]) {
     }
 }
 
+// C += A · tile, with A in registers. B_TILE are the bytes from 64 columns of the tile to the next.
+template <int B_TILE, int D, int N>
+DEVICE void issue_from_registers(float (&c)[D][4], unsigned (&a)[N][4], unsigned tile) {
+    keep(a);
+    begin_matmuls();
+#pragma unroll
+    for (int i = 0; i < N; ++i) multiply_add<1>(c, a[i], operand(tile, i * 16 * ROW_BYTES, B_TILE));
+    end_matmuls();
+}
+
 // Round a warpgroup's 64 rows to 16 bits and copy them to memory by way of tiles in shared memory.
 template <int N>
 DEVICE void store_rows(const float (&x)[N][4], const TensorMap& map, int row, int column, int head,
