@@ -176,14 +176,11 @@ def _layouts_fit(dtype: torch.dtype, *layouts: tuple[Size, Size]) -> bool:
     )
 
 
-def can_be_copied(x: Tensor) -> bool:
-    """Whether a tensor map can describe x (CUDA driver API, cuTensorMapEncodeTiled)."""
-    return x.data_ptr() % ALIGNMENT == 0 and _strides_fit(x.shape, x.stride())
-
-
 def _to_copy(x: Tensor) -> Tensor:
-    """x, or a copy that a tensor map can describe."""
-    return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+    """x, or a copy that a tensor map can describe (CUDA driver API, cuTensorMapEncodeTiled)."""
+    if x.data_ptr() % ALIGNMENT == 0 and _strides_fit(x.shape, x.stride()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -312,7 +309,7 @@ def flash_backward(
 
     Args:
         schedules: of the kernel for dQ, and of that for dK and dV.
-        grads: the tensors to write; `can_be_copied` must hold for each.
+        grads: the tensors to write; a tensor map must be able to describe each.
         deterministic: whether results must repeat to the bit.
     """
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
@@ -453,7 +450,8 @@ def _keys_launch(
     """The kernel for dK and dV."""
     q, k = tensors["q_desc"], tensors["k_desc"]
     work = _keys_work(q.shape, k.shape, schedule, is_causal)
-    is_even = _has_whole_queries(q, schedule)
+    # where two warpgroups share the keys all tiles have a mask
+    is_even = schedule.warpgroups > 1 and q.shape[2] % ROWS == 0
     config = _config(q, schedule, IS_CAUSAL=is_causal, IS_EVEN=is_even, HAS_ROPE=has_rope)
     padded = _padded(q.shape[2])
     return _launch_of(backward_keys_kernel, tensors, work, schedule, config, scale, padded=padded)
@@ -552,11 +550,6 @@ def _config(q: Tensor, schedule: Schedule, **flags: bool) -> Config:
 def _has_whole_keys(k: Tensor, schedule: Schedule, is_causal: bool) -> bool:
     """Whether the last tile of keys needs no mask but the causal one."""
     return is_causal or k.shape[2] % schedule.keys == 0
-
-
-def _has_whole_queries(q: Tensor, schedule: Schedule) -> bool:
-    """Whether the last tile of queries needs no mask; where two share the keys all have one."""
-    return schedule.warpgroups > 1 and q.shape[2] % ROWS == 0
 
 
 @functools.lru_cache(maxsize=256)
