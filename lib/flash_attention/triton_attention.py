@@ -167,15 +167,16 @@ def prepare(
     has_gradients: bool,
     has_rope: bool = False,
 ) -> None:
-    """Start to compile the kernels of the backward pass, if one follows, on a Hopper GPU.
+    """Start to compile the kernels of both passes side by side, on a Hopper GPU.
 
     Args:
         q, k, v, is_causal: of the `flash_forward` that follows.
         has_gradients: whether `flash_backward` will follow, and `has_rope`, whether with `angles`.
     """
     # PyTorch's compiler, which would look into this, leaves it to the operator
-    if has_gradients and hopper is not None and not torch.compiler.is_compiling():
-        hopper.prepare(q, k, v, is_causal, has_rope=has_rope)
+    if hopper is not None and not torch.compiler.is_compiling():
+        settings = {"has_gradients": has_gradients, "has_rope": has_rope}
+        hopper.prepare(q, k, v, is_causal, **settings)
 
 
 def flash_forward(

@@ -344,7 +344,7 @@ def kinds_of_call(monkeypatch, q, k, is_causal: bool, has_rope: bool) -> set:
 
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False), (256, True)])
 @pytest.mark.parametrize("has_rope", [False, True])
-def test_kernels_serve_every_length_and_number_of_heads_and_backward_ones_are_prepared(
+def test_what_is_prepared_serves_every_length_number_of_heads_and_layout(
     on_hopper, monkeypatch, head_dim, is_causal, has_rope
 ):
     started = []
@@ -352,28 +352,38 @@ def test_kernels_serve_every_length_and_number_of_heads_and_backward_ones_are_pr
     monkeypatch.setattr(launch, "_prepared", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch, "_work_list", lambda *work: torch.zeros(1, 2, dtype=torch.int32))
-    monkeypatch.setattr(launch.binary_of, "start", lambda *kind: started.append(kind))
-    every = set()
+    monkeypatch.setattr(
+        launch.binary_of, "start", lambda *kind, is_spare=False: started.append((kind, is_spare))
+    )
+    q = heads(2, 4, 128, head_dim)
+    launch.prepare(q, q, q, is_causal, has_gradients=False)
+    assert {kernel.__name__ for (kernel, *_), _ in started} == {"forward_kernel"}
+    started.clear()
+    launch.prepare(q, q, q, is_causal, has_gradients=True, has_rope=has_rope)
+    # this call's kernels, the forward one first, and those for tiles in parts where there are any
+    mine = [kind for kind, is_spare in started if not is_spare]
+    assert [kernel.__name__ for kernel, *_ in dict.fromkeys(mine)] == [
+        "forward_kernel",
+        "backward_queries_kernel",
+        "backward_keys_kernel",
+    ]
+    assert set(mine) == kinds_of_call(monkeypatch, q, q, is_causal, has_rope)
+    every = {kind for kind, _ in started}
+    assert len(every) == {(64, True): 4, (128, False): 6, (256, True): 3}[head_dim, is_causal]
     for shape, key_heads in [
-        ((2, 4, 128), 4),
         ((1, 1, 1), 1),
         ((3, 12, 1000), 4),
         ((1, 7, 64), 7),
         ((64, 16, 80), 1),
     ]:
         x = heads(*shape, head_dim)
+        assert kinds_of_call(monkeypatch, x, x[:, :key_heads], is_causal, has_rope) <= every
         tokens_first = heads(shape[0], shape[2], shape[1], head_dim).transpose(1, 2)
-        for q in (x, tokens_first):
-            k = x[:, :key_heads]
-            kinds = kinds_of_call(monkeypatch, q, k, is_causal, has_rope)
-            every |= kinds
-            launch.prepare(q, k, k, is_causal, has_rope=has_rope)
-            assert set(started) == {kind for kind in kinds if kind[0] != launch.forward_kernel}
-        # once is enough
-        assert len(started) == 2
-        started.clear()
-    # the forms for tiles in parts, where there are any
-    assert len(every) == {(64, True): 4, (128, False): 6, (256, True): 3}[head_dim, is_causal]
+        assert kinds_of_call(monkeypatch, tokens_first, x, is_causal, has_rope) <= every
+    # once is enough
+    before = len(started)
+    launch.prepare(x, x, x, is_causal, has_gradients=True, has_rope=has_rope)
+    assert len(started) == before
 
 
 @pytest.mark.parametrize(("major", "number"), [(8, 0), (9, 132), (10, 0), (12, 0)])

@@ -193,40 +193,80 @@ def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
     )
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, has_rope: bool) -> None:
-    """Start to compile the backward kernels in other threads, beside the forward pass.
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    *,
+    has_gradients: bool,
+    has_rope: bool = False,
+) -> None:
+    """Start to compile kernels in other threads, those of this call first.
 
     Args:
-        q, k, v, is_causal: of the `flash_forward` that follows.
-        has_rope: whether `flash_backward` will have `angles`.
+        q, k, v, is_causal: of the `flash_forward` that follows; later ones may have other lengths,
+            batch sizes and numbers of heads.
+        has_gradients: whether `flash_backward` will follow, and `has_rope`, whether with `angles`.
     """
-    key = (q.device, q.dtype, q.shape, k.shape, is_causal, has_rope)
+    key = (q.device, q.dtype, q.shape[3], is_causal, has_gradients, has_rope)
     if key in _prepared or not supports(q, k, v) or torch.cuda.is_current_stream_capturing():
         return
-    if len(_prepared) >= MAX_REMEMBERED:
-        _prepared.clear()
     _prepared.add(key)
-    if _one_kernel_is_faster(q, k, is_causal):
-        kind = (q.dtype == torch.bfloat16, is_causal, has_rope)
-        fused.image_of.start(fused.tiles_of(q.shape[3]), *kind)
-        return
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    # any tensors with the layouts of the call's
-    tensors = _backward_tensors(q, q, k, v, q, lse, (q, k, v), None)
-    schedules = backward_schedules(q.shape[3])
-    _start(_backward_launches(tensors, is_causal, 1.0, has_rope, schedules))
+    _start_forward(q, k, is_causal)
+    if has_gradients:
+        _start_backward(q, k, is_causal, has_rope, _one_kernel_is_faster(q, k, is_causal))
 
 
 # What `prepare` has been called for.
 _prepared: set[tuple] = set()
 
 
-def _start(launches: list[Launch]) -> list[tuple]:
-    """Start to compile kernels side by side; return their kinds."""
-    kinds = [kind_of(function, arguments) for function, _, arguments in launches]
-    for kind in kinds:
-        binary_of.start(*kind)
-    return kinds
+def _start_forward(q: Tensor, k: Tensor, is_causal: bool) -> None:
+    """Start the forward kernel; a spare one is for other lengths."""
+    head_dim = q.shape[3]
+    if unpadded.is_faster(head_dim, is_causal) and has_nvrtc():
+        choices = unpadded.tiles_by_length(q.shape, _multiprocessors(q.device))
+        for tiles in choices:
+            settings = (tiles, q.dtype == torch.bfloat16, is_causal)
+            unpadded.image_of.start(*settings, is_spare=tiles != choices[0])
+        return
+    schedule = forward_schedule(head_dim)
+    for x, lse in _small_calls(q):
+        tensors = {"q_desc": x, "k_desc": x, "v_desc": x, "out_desc": x, "lse_ptr": lse}
+        launch = _forward_launch(tensors, is_causal, 1.0, schedule)
+        _start(launch, needs_even=_has_whole_keys(k, schedule, is_causal))
+
+
+def _start_backward(
+    q: Tensor, k: Tensor, is_causal: bool, has_rope: bool, takes_one_kernel: bool
+) -> None:
+    """Start all backward kernels; spare ones are for other lengths."""
+    head_dim = q.shape[3]
+    if head_dim <= fused.TILES[-1].dim and has_nvrtc():
+        settings = (fused.tiles_of(head_dim), q.dtype == torch.bfloat16, is_causal, has_rope)
+        fused.image_of.start(*settings, is_spare=not takes_one_kernel)
+    for_queries, for_keys = backward_schedules(head_dim)
+    for x, lse in _small_calls(q):
+        tensors = _backward_tensors(x, x, x, x, x, lse, (x, x, x), None)
+        settings = (is_causal, 1.0, has_rope)
+        needs_even = None if takes_one_kernel else _has_whole_keys(k, for_queries, is_causal)
+        _start(_queries_launch(tensors, *settings, for_queries), needs_even)
+        needs_even = None if takes_one_kernel else _has_whole_queries(q, for_keys)
+        _start(_keys_launch(tensors, *settings, for_keys), needs_even)
+
+
+def _small_calls(like: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """A head and its log-sum-exp in whole tiles, and in parts: their kernels are those of all."""
+    heads = [like.new_empty(1, 1, length, like.shape[3]) for length in (2 * ROWS, 1)]
+    return [(x, x.new_empty(1, 1, x.shape[2], dtype=torch.float32)) for x in heads]
+
+
+def _start(launch: Launch, needs_even: bool | None) -> None:
+    """Start to compile a kernel, as a spare one unless the call needs it (`Config.IS_EVEN`)."""
+    function, _, arguments = launch
+    is_spare = needs_even != arguments["CONFIG"].IS_EVEN
+    binary_of.start(*kind_of(function, arguments), is_spare=is_spare)
 
 
 def flash_forward(
@@ -270,7 +310,7 @@ def _unpadded_forward(
 ) -> None:
     """The forward pass where tiles need not be wider than heads."""
     multiprocessors = _multiprocessors(q.device)
-    tiles = unpadded.pick_tiles(q.shape, multiprocessors)
+    tiles = unpadded.tiles_by_length(q.shape, multiprocessors)[0]
     schedule = Schedule(tiles.warpgroups, tiles.keys, tiles.stages)
     work = _queries_work(q.shape, k.shape, schedule, is_causal)
     # a list for each block that multiprocessors have room for, if it has much to do
@@ -327,7 +367,11 @@ def flash_backward(
     settings = (is_causal, scale, angles is not None)
 
     def make() -> list[Launch]:
-        return _backward_launches(tensors, *settings, schedules or backward_schedules(q.shape[3]))
+        for_queries, for_keys = schedules or backward_schedules(q.shape[3])
+        return [
+            _queries_launch(tensors, *settings, for_queries),
+            _keys_launch(tensors, *settings, for_keys),
+        ]
 
     layouts = _layouts(q, k, v, tensors["grad_out_desc"], tensors["out_ptr"], *grads)
     _launch(("backward", settings, schedules, layouts), tensors, make)
@@ -414,22 +458,6 @@ def _backward_tensors(
     }
 
 
-def _backward_launches(
-    tensors: Tensors,
-    is_causal: bool,
-    scale: float,
-    has_rope: bool,
-    schedules: tuple[Schedule, Schedule],
-) -> list[Launch]:
-    """The kernel for dQ, and that for dK and dV."""
-    settings = (is_causal, scale, has_rope)
-    for_queries, for_keys = schedules
-    return [
-        _queries_launch(tensors, *settings, for_queries),
-        _keys_launch(tensors, *settings, for_keys),
-    ]
-
-
 def _queries_launch(
     tensors: Tensors, is_causal: bool, scale: float, has_rope: bool, schedule: Schedule
 ) -> Launch:
@@ -473,9 +501,13 @@ def _launch(key: tuple, tensors: Tensors, make: Callable[[], list[Launch]]) -> N
     launches = _remembered.get(key)
     if launches is None:
         kernels = make()
+        kinds = [kind_of(function, arguments) for function, _, arguments in kernels]
+        # so that they are compiled side by side
+        for kind in kinds:
+            binary_of.start(*kind)
         launches = [
             DirectLaunch(*load(device.index, *kind), grid, arguments)
-            for kind, (_, grid, arguments) in zip(_start(kernels), kernels)
+            for kind, (_, grid, arguments) in zip(kinds, kernels)
         ]
         if len(_remembered) >= MAX_REMEMBERED:
             _remembered.clear()

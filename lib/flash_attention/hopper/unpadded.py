@@ -114,13 +114,20 @@ def is_faster(head_dim: int, is_causal: bool) -> bool:
     return head_dim in HEAD_DIMS or (is_causal and head_dim in CAUSAL_HEAD_DIMS)
 
 
-def pick_tiles(q: Sequence[int], multiprocessors: int) -> Tiles:
-    """The tiles for queries of shape `q`, of heads of HEAD_DIMS or CAUSAL_HEAD_DIMS."""
+def pick_tiles(head_dim: int) -> Tiles:
+    """The tiles for long sequences of heads of HEAD_DIMS or CAUSAL_HEAD_DIMS."""
+    return next(tiles for tiles in TILES if tiles.dim >= head_dim)
+
+
+def tiles_by_length(q: Sequence[int], multiprocessors: int) -> tuple[Tiles, ...]:
+    """The tiles for queries of shape `q`, and then those that other lengths of these heads have."""
     batch, num_heads, num_queries, head_dim = q
-    large = next(tiles for tiles in TILES if tiles.dim >= head_dim)
+    large = pick_tiles(head_dim)
+    if head_dim > SHORT_TILES.dim:
+        return (large,)
     blocks = batch * num_heads * -(-num_queries // large.queries)
     is_short = num_queries <= SHORT_QUERIES or blocks <= multiprocessors
-    return SHORT_TILES if is_short and head_dim <= SHORT_TILES.dim else large
+    return (SHORT_TILES, large) if is_short else (large, SHORT_TILES)
 
 
 def flash_forward(

@@ -79,10 +79,10 @@ def test_the_output_of_small_tiles_is_that_of_the_formula(case, monkeypatch):
 
 def test_small_tiles_are_for_short_sequences_and_few_blocks():
     small, (large, *_) = unpadded.SHORT_TILES, unpadded.TILES
-    tiles = functools.partial(unpadded.pick_tiles, multiprocessors=132)
-    assert tiles((64, 16, 768, 64)) == tiles((1, 12, 2048, 40)) == small
-    assert tiles((64, 16, 769, 64)) == tiles((1, 12, 2200, 40)) == large
-    assert tiles((1, 1, 1, 96)).dim == 96
+    tiles = functools.partial(unpadded.tiles_by_length, multiprocessors=132)
+    assert tiles((64, 16, 768, 64)) == tiles((1, 12, 2048, 40)) == (small, large)
+    assert tiles((64, 16, 769, 64)) == tiles((1, 12, 2200, 40)) == (large, small)
+    assert tiles((1, 1, 1, 96)) == (unpadded.pick_tiles(96),)
 
 
 @NEEDS_COMPILER
