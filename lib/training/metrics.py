@@ -181,7 +181,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError(f"must be an object {{…}}, got {type(record).__name__}")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             # empty after the last line's end, or cut short
             if number == len(lines):
                 break
@@ -228,7 +228,7 @@ def _open_at(path: Path, resume_at: int | None, step: int) -> tuple[io.FileIO, i
 
 def _step_of(line: bytes) -> Any:
     """The step that a line of metrics belongs to; None for a line that is damaged."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+    with contextlib.suppress(ValueError, TypeError, KeyError):
         return json.loads(line)["step"]
     return None
 
