@@ -245,8 +245,7 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
             shown: dict[str, float] = {}
             if is_last or is_due(progress.steps, config.log_interval):
                 shown |= _log(training)
-            if is_last and training.metrics:
-                training.metrics.move_bar(progress.steps)
+
             if is_saved:
                 _save(training)
             if is_last or is_due(progress.steps, config.eval_interval):

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class MetricsLog:
     """Writes metrics to a JSONL file, shows progress, and logs to W&B on request.
 
-    A context manager; entering it opens the file, and fails if the run can't be resumed there.
+    A context manager. It fails if the run can't be resumed at `path`.
 
     Args:
         path: the file, one JSON object per line. W&B's folder goes beside it.
@@ -68,25 +68,20 @@ class MetricsLog:
         run_name: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        self.path, self.total_steps, self.start_step = Path(path), total_steps, start_step
-        self._resume_at, self.position = resume_at, resume_at or 0
-        """Length of the file in bytes, all lines complete; a checkpoint saves it."""
-        self._wandb, self._run_name, self._config = wandb, run_name, config
-        self._tensorboard = tensorboard
-
-    def __enter__(self) -> MetricsLog:
-        self._file, self.position = _open_at(self.path, self._resume_at, self.start_step)
-        self._run = None
-        if self._wandb:
-            self._run = _start_wandb(self.path.parent, self._run_name, self._config)
+        self.path = Path(path)
+        self._file, self.position = _open_at(self.path, resume_at, start_step)
+        # `position`: the length of the file in bytes, all lines complete; a checkpoint saves it
+        self._run = _start_wandb(self.path.parent, run_name, config) if wandb else None
         self._events = None
-        if self._tensorboard:
+        if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             # hides lines of steps that will be repeated
-            folder, first = self.path.parent / "tensorboard", self.start_step + 1
-            self._events = SummaryWriter(folder, purge_step=first)
-        self._progress = _Progress(self.total_steps, self.start_step)
+            folder = self.path.parent / "tensorboard"
+            self._events = SummaryWriter(folder, purge_step=start_step + 1)
+        self._progress = _Progress(total_steps, start_step)
+
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(
@@ -150,14 +145,6 @@ class MetricsLog:
             "{:,.0f} tokens/s": tokens_per_s,
         }
         self._progress.advance(step, figures)
-
-    def move_bar(self, step: int) -> None:
-        """Move the bar to `step` before its figures are known; a plain line waits for them.
-
-        For the last step, which an evaluation follows that may take long.
-        """
-        if not self._progress.is_plain:
-            advance_bar(self._progress.bar, step - self._progress.bar.n)
 
     @contextlib.contextmanager
     def _wandb_errors_as_warnings(self) -> Iterator[None]:

@@ -55,18 +55,6 @@ def test_a_run_leaves_what_it_was_and_how_it_went(straight):
     assert all(r["tokens"] == r["step"] * 4 * 8 for r in records)
 
 
-def test_the_bar_moves_with_each_step(config, tmp_path, monkeypatch):
-    steps = []
-
-    def advance(self, step, **figures):
-        steps.append((step, sorted(figures)))
-
-    monkeypatch.setattr(lib.training.metrics.MetricsLog, "advance", advance)
-    train(dataclasses.replace(config, output=tmp_path / "run", steps=5, eval_interval=0))
-    figures = [["loss", "tokens_per_s"], ["loss", "tokens_per_s", "validation_loss"]]
-    assert steps == [(1, []), (2, []), (3, []), (4, figures[0]), (5, figures[1])]
-
-
 def test_a_repeated_run_has_the_same_bits_and_a_result_that_tells_of_it(straight, config, capsys):
     records = []
     result = train(config, on_metrics=records.append)
@@ -477,21 +465,3 @@ def test_only_consecutive_steps_end_a_run_also_across_an_interruption(config, mo
     assert train(config, on_metrics=signals_at(12, signal.SIGTERM)).step == 12
     with pytest.raises(FloatingPointError, match="step 14"):
         train(config)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_bar_is_at_the_last_step_while_that_is_saved_and_evaluated(
-    config, monkeypatch, capsys, is_terminal
-):
-    shown = []
-    save = lib.training.loop._save
-    monkeypatch.setattr(
-        lib.training.loop, "_save", lambda *a: (shown.append(capsys.readouterr().err), save(*a))
-    )
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    train(dataclasses.replace(config, steps=3, checkpointing_interval=0))
-    assert [text.split("\r")[-1].startswith("step 3/3") for text in shown] == [is_terminal]
-    # a plain line has the figures of its evaluation
-    last = capsys.readouterr().err.strip().splitlines()[-1].split("\r")[-1]
-    assert last.startswith("step 3/3")
-    assert "validation loss" in last or is_terminal
