@@ -211,13 +211,7 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
     run, step, progress = training.run, training.step, training.progress
     config = run.config
 
-    # a checkpoint of the last step may lack its evaluation, or the run its description
     was_evaluated = on_first_rank(lambda: is_evaluated(run, progress.steps))
-    if progress.steps == config.steps and was_evaluated:
-        on_first_rank(lambda: describe_run(run))
-        log.info("%s is up to date: %s steps", run.folder, progress.steps)
-        return "up to date"
-
     with contextlib.ExitStack() as files:
         on_first_rank(lambda: _open_files(training, files))
         _start_clock(training)
