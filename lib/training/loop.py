@@ -107,9 +107,6 @@ class Progress:
     unlogged: list[list[float]] = dataclasses.field(default_factory=list)
     """Loss, gradient norm and whether it was skipped, of each step since then."""
 
-    metrics_position: int | None = None
-    """Length in bytes of the metrics file at the time of the checkpoint."""
-
 
 @dataclasses.dataclass
 class _Training:
@@ -396,7 +393,7 @@ def _save(training: _Training) -> None:
     run, step, patient = training.run, training.step, training.patient
     _read_log(training)
     _count_time(training)
-    # metrics first, since the checkpoint holds how long their file is
+    # metrics first, since a resumed run goes on from their lines
     on_first_rank(lambda: _sync_metrics(training), patient)
     training.checkpoint = save_checkpoint(
         run.folder / "checkpoints",
@@ -421,7 +418,6 @@ def _sync_metrics(training: _Training) -> None:
     if not training.metrics.path.exists():
         raise FileNotFoundError(f"{training.run.folder} was removed during training")
     training.metrics.sync()
-    training.progress.metrics_position = training.metrics.position
 
 
 # Setting up and resuming
@@ -446,7 +442,9 @@ def _set_up(
     if checkpoint is not None:
         # before the model is sharded, since checkpoints hold whole weights
         loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), patient)
-        progress = Progress(**loaded.extra["progress"])
+        # checkpoints of earlier releases hold more
+        names = [field.name for field in dataclasses.fields(Progress)]
+        progress = Progress(**{name: loaded.extra["progress"][name] for name in names})
 
     # Step, with the optimizer, whose state is of the checkpoint too.
     step = TrainStep(model, config, run.device, run.dtype)
@@ -492,7 +490,6 @@ def _open_files(training: _Training, files: contextlib.ExitStack) -> None:
         run.folder / "metrics.jsonl",
         total_steps=run.config.steps,
         start_step=progress.steps,
-        resume_at=progress.metrics_position,
         wandb=run.config.wandb,
         tensorboard=run.config.tensorboard,
         run_name=run.folder.name,

@@ -40,10 +40,8 @@ class MetricsLog:
     Args:
         path: the file, one JSON object per line. W&B's folder goes beside it.
         total_steps: of the whole run.
-        start_step: the step that a resumed run continues from.
-        resume_at: the `position` saved in the checkpoint that is resumed. Anything after it (lines
-            of steps that will be repeated, a line cut short by a crash) is removed, but for lines
-            of `start_step`, which was evaluated after it was saved. None: start a new file.
+        start_step: the step that a resumed run continues from. Lines of later steps, which will be
+            repeated, and a line cut short by a crash are removed. 0: start a new file.
         wandb: also log to W&B, in the mode given by WANDB_MODE (`offline` if unset). An error there
             is a warning and never ends the run.
         tensorboard: also write TensorBoard's event files, into `tensorboard` beside the file.
@@ -62,15 +60,13 @@ class MetricsLog:
         *,
         total_steps: int,
         start_step: int = 0,
-        resume_at: int | None = None,
         wandb: bool = False,
         tensorboard: bool = False,
         run_name: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
-        self._file, self.position = _open_at(self.path, resume_at, start_step)
-        # `position`: the length of the file in bytes, all lines complete; a checkpoint saves it
+        self._file = _open_after(self.path, start_step)
         self._run = _start_wandb(self.path.parent, run_name, config) if wandb else None
         self._events = None
         if tensorboard:
@@ -104,16 +100,15 @@ class MetricsLog:
         """
         record = _map_values(record, lambda x: x.item() if hasattr(x, "item") else x)
         line = json.dumps(_map_values(record, _to_text), ensure_ascii=False, allow_nan=False)
-        data = f"{line}\n".encode()
+        data, position = f"{line}\n".encode(), self._file.tell()
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, "only a part of the line was written")
         except OSError as error:
-            self._file.truncate(self.position)
+            self._file.truncate(position)
             if error.errno in NO_SPACE:
                 raise no_space_error(error, self.path, len(data)) from error
             raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
-        self.position += len(data)
         with self._wandb_errors_as_warnings():
             if self._run is not None:
                 self._run.log(record, step=record.get("step"))
@@ -123,7 +118,7 @@ class MetricsLog:
                     self._events.add_scalar(name, value, record.get("step"))
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk; before a checkpoint that saves `position`."""
+        """Wait until all lines are on the disk; before a checkpoint that counts on them."""
         os.fsync(self._file.fileno())
         sync_folder(self.path.parent)
 
@@ -182,42 +177,31 @@ def last_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return next((line for line in reversed(lines) if "validation_loss" in line), None)
 
 
-def _open_at(path: Path, resume_at: int | None, step: int) -> tuple[io.FileIO, int]:
-    """Open the file at `path` for appending, made if missing and cut off at `resume_at`.
-
-    Whole lines of `step` that follow are kept. Returns its length, too.
-    """
+def _open_after(path: Path, step: int) -> io.FileIO:
+    """Open the file at `path` for appending, without lines of later steps or one cut short."""
     make_folder(path.parent)
-    position = resume_at or 0
+    if step and not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing, which has the metrics of {step} steps; restore it, or train into "
+            "another output"
+        )
     with open(path, "ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size < position:
-            raise ValueError(
-                f"resume_at must be at most the size of {path}, {size:,} bytes, got {position:,}: "
-                "lines that the checkpoint counts on are missing; restore the file, or train into "
-                "another output"
-            )
-        if position:
-            file.seek(position - 1)
-            if file.read(1) != b"\n":
-                raise ValueError(
-                    f"resume_at must be the end of a line of {path}, got {position:,}, inside one"
-                )
-        file.seek(position)
-        for line in file if resume_at is not None else ():
-            if not line.endswith(b"\n") or _step_of(line) != step:
+        file.seek(0)
+        position = 0
+        for line in file if step else ():
+            if not line.endswith(b"\n") or _step_of(line) > step:
                 break
             position += len(line)
         file.truncate(position)
     # unbuffered, so that no line waits in this process
-    return open(path, "ab", buffering=0), position
+    return open(path, "ab", buffering=0)
 
 
-def _step_of(line: bytes) -> Any:
-    """The step that a line of metrics belongs to; None for a line that is damaged."""
+def _step_of(line: bytes) -> int:
+    """The step that a line of metrics belongs to; 0 for a damaged one, which a reader will name."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        return json.loads(line)["step"]
-    return None
+        return int(json.loads(line)["step"])
+    return 0
 
 
 def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:

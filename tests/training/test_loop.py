@@ -379,7 +379,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_continues_later(
 
 def test_a_folder_or_metrics_that_vanish_are_named(stopped):
     (stopped.output / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, 0 bytes"):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl is missing"):
         train(stopped)
     assert checkpoint_names(stopped.output) == ["step-00000009", "step-00000010"]
 
