@@ -136,9 +136,8 @@ def model_card(name: str, run: Path, checkpoint: Path, config: TrainConfig) -> s
 
 def _evaluation(run: Path) -> str:
     """The figures on held-out text: the last in a run's metrics, or a committed model's record."""
-    metrics, record = run / "metrics.jsonl", run / "record.json"
-    lines = read_metrics(metrics) if metrics.is_file() else []
-    last = last_evaluation(lines)
+    record = run / "record.json"
+    last = last_evaluation(read_metrics(run / "metrics.jsonl"))
     if last is not None:
         text = f"held-out text after step {last['step']:,}"
         loss, perplexity = last["validation_loss"], last["validation_perplexity"]

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from lib.core.files import NO_SPACE, make_folder, no_space_error, sync_folder
+from lib.core.records import read_records
 from lib.core.terminal import advance_bar, bar_size, in_notebook, one_line
 
 # Lines of progress in total where a line can't be overwritten, as in a log file.
@@ -151,25 +152,8 @@ class MetricsLog:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records in the file at `path`, in order; nan, inf and -inf as numbers again.
-
-    A last line that was cut short, as by a crash, is left out; another damaged one is a ValueError.
-    """
-    path = Path(path)
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"must be an object {{…}}, got {type(record).__name__}")
-        except ValueError as error:
-            # empty after the last line's end, or cut short
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number} is not a record: {error}") from error
-        records.append(_map_values(record, _to_number))
-    return records
+    """The records in the file at `path`, as `read_records`; nan, inf and -inf as numbers again."""
+    return [_map_values(record, _to_number) for record in read_records(path)]
 
 
 def last_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -207,17 +207,14 @@ def finished_checkpoint(run: Run) -> Path | None:
 def is_evaluated(run: Run, step: int) -> bool:
     """Whether the metrics have the evaluation that is due after `step`, if any is.
 
-    A run that was saved at `step` and then failed lacks it. Metrics that are missing or damaged are
-    the concern of the code that writes to them.
+    A run that was saved at `step` and then failed lacks it. Metrics that are missing are the
+    concern of the code that writes to them.
     """
     path = run.folder / "metrics.jsonl"
     is_last = step == run.config.steps
     if step == 0 or not (is_last or is_due(step, run.config.eval_interval)) or not path.exists():
         return True
-    try:
-        last = last_evaluation(read_metrics(path))
-    except ValueError:
-        return True
+    last = last_evaluation(read_metrics(path))
     return last is not None and last["step"] >= step
 
 

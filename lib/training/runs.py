@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import shutil
 import time
@@ -14,8 +13,6 @@ from typing import Any
 from lib.core.files import try_lock_folder
 from lib.core.settings import require, settings
 from lib.training.metrics import last_evaluation, read_metrics
-
-log = logging.getLogger(__name__)
 
 
 @settings
@@ -65,25 +62,18 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
 
 
 def _stored_run(folder: Path) -> StoredRun:
-    # one damaged run must not hide the others
-    try:
-        lines = read_metrics(folder / "metrics.jsonl")
-    except FileNotFoundError:
-        lines = []
-    except (OSError, ValueError) as error:
-        log.warning("%s", error)
-        lines = []
     # a training may delete files meanwhile
     stats = []
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 stats.append(os.stat(os.path.join(parent, name)))
+    last = last_evaluation(read_metrics(folder / "metrics.jsonl")) or {}
     numbers = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
     return StoredRun(
         folder,
         step=max((int(number) for number in numbers if number.isdecimal()), default=None),
-        bits_per_byte=(last_evaluation(lines) or {}).get("validation_bits_per_byte"),
+        bits_per_byte=last.get("validation_bits_per_byte"),
         num_bytes=sum(stat.st_size for stat in stats),
         changed=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
     )

@@ -129,28 +129,6 @@ def test_sync_waits_for_the_disk(path, monkeypatch):
     assert synced[0] == path.stat().st_ino
 
 
-def test_reading_leaves_out_a_torn_last_line_and_takes_a_whole_one(path):
-    write_steps(path, 1)
-    whole = path.read_bytes()
-    for cut in range(1, 25):
-        path.write_bytes(whole + '{"step": 2, "note": "größer"}'.encode()[:cut])
-        assert steps_in(path) == [1]
-    path.write_bytes(whole + b'{"step": 2}')
-    assert steps_in(path) == [1, 2]
-    path.write_bytes(b"")
-    assert read_metrics(path) == []
-    with pytest.raises(FileNotFoundError):
-        read_metrics(path.parent / "missing")
-
-
-@pytest.mark.parametrize("line", [b"{torn", b"3", b"\xff", b""])
-def test_reading_names_a_damaged_line_in_the_middle(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not a record"):
-        read_metrics(path)
-
-
 # Progress
 
 

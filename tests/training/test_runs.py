@@ -10,7 +10,6 @@ import pytest
 
 from lib.__main__ import main
 from lib.core.files import lock_folder, try_lock_folder
-from lib.training import runs
 from lib.training.runs import (
     RemoveRunsConfig,
     RunsConfig,
@@ -47,22 +46,6 @@ def test_runs_are_listed_with_step_judgment_size_and_age_the_newest_first(folder
     ]
     assert list_runs(RunsConfig(folder / "none")) == 0
     assert "no runs in" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_text("[]\n"), "metrics.jsonl:1 is not a record"),
-        # as one that this user may not read
-        (lambda path: path.mkdir(), "metrics.jsonl"),
-    ],
-)
-def test_a_damaged_run_is_listed_and_hides_no_other(folder, caplog, damage, message):
-    damage(folder / "started/metrics.jsonl")
-    (folder / "good/checkpoints/step-abc").mkdir()
-    found = {run.folder.name: run.step for run in runs.stored_runs(folder)}
-    assert found == {"good": 100, "started": None}
-    assert message in caplog.text
 
 
 @pytest.mark.parametrize(("answer", "goes"), [("y", True), ("yes", True), ("", False)])
