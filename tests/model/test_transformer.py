@@ -99,8 +99,6 @@ def test_rope_multiplies_complex_numbers(head_dim, theta, dtype):
                 number = complex(x[batch, position, even], x[batch, position, odd]) * turn
                 ours = complex(rotated[batch, position, even], rotated[batch, position, odd])
                 assert abs(ours - number) < 9 * torch.finfo(dtype).eps * max(1, abs(number))
-    with pytest.raises(ValueError, match="head_dim must be even, and at least 2, got 7"):
-        RotaryEmbedding(7, 300, theta)
 
 
 def test_rope_rotates_at_the_positions_given():
@@ -192,27 +190,22 @@ def test_other_shapes_than_those_of_the_formula_are_refused():
     # as many targets, in another order
     with pytest.raises(ValueError, match=r"targets must have shape \(2, 8\) .*, got \(8, 2\)"):
         model.loss(token_ids, token_ids.T)
-    # a single row of cosines would serve any length
-    with pytest.raises(ValueError, match="x must have at most max_length 1, got 5"):
-        RotaryEmbedding(8, 1)(torch.ones(2, 5, 8))
-    for wrong in (torch.ones(2, 5, 6), torch.ones(2, 5, 8, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"x must be \(\.\.\., length, 8\) floating-point"):
-            RotaryEmbedding(8, 5)(wrong)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RMSNorm(8)(torch.ones(3, 7)), r"x must be \(\.\.\., 8\) floating-point .*, got"),
         # one number would be multiplied by all weights
         (lambda: RMSNorm(8)(torch.ones(3, 1)), r"got \(3, 1\) torch.float32"),
         (lambda: RMSNorm(2)(torch.ones(3, 2, dtype=torch.int64)), "torch.int64"),
         (lambda: swiglu(torch.ones(3, 7)), "an even number of columns, got 7"),
         (lambda: Linear(4, 4, stacked=3), "stacked must be a divisor of d_out 4, got 3"),
-        (lambda: Linear(4, 4, stacked=0), "stacked must be a divisor of d_out 4, got 0"),
-        (lambda: RotaryEmbedding(0, 4), "head_dim must be even, and at least 2, got 0"),
+        (lambda: RotaryEmbedding(7, 4), "head_dim must be even, and at least 2, got 7"),
         (lambda: RotaryEmbedding(2, 0), "max_length must be at least 1"),
         (lambda: RotaryEmbedding(2, 4, 0.0), "theta more than 0, got 4 and 0.0"),
+        # a single row of cosines would serve any length
+        (lambda: RotaryEmbedding(8, 1)(torch.ones(2, 5, 8)), "at most max_length 1, got 5"),
+        (lambda: RotaryEmbedding(8, 5)(torch.ones(2, 5, 6)), r"x must be \(\.\.\., length, 8\) fl"),
         (
             lambda: RotaryEmbedding(8, 9)(torch.ones(2, 3, 8), torch.arange(1)),
             r"positions must be \(\.\.\., length\), got \(1,\) for x \(2, 3, 8\)",
