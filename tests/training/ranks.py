@@ -307,12 +307,10 @@ def evaluate_on(tokens: np.ndarray) -> Evaluation:
 
 
 def refused_by_rank_1(config: TrainConfig) -> dict[str, tuple[str, str]]:
-    """What rank 1 alone refuses in a step, an evaluation, and in resuming."""
+    """What rank 1 alone refuses in an evaluation, and in resuming."""
     is_second = process_group.rank() == 1
-    step = TrainStep(TransformerLM(MODEL), dataclasses.replace(STEP, **ALONE), CPU, torch.float32)
     tokens = random_tokens(83, 61, seed=0)
     found = {
-        "sequences": error_of(lambda: step(part(0, 0, PASSES + is_second), 1e-2)),
         "no tokens": error_of(lambda: evaluate_on(tokens[: 1 if is_second else None])),
         "fewer tokens": error_of(lambda: evaluate_on(tokens[: 20 if is_second else None])),
     }

@@ -26,7 +26,7 @@ from lib.data.token_array import load_token_array
 from lib.training.checkpoint import load_checkpoint
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.evaluation import bytes_of_token, evaluate
-from lib.training.generation import generate_text, load_model
+from lib.training.generation import load_model
 from lib.training.loop import train
 from lib.training.metrics import read_metrics
 from lib.training.step import TrainStep
@@ -68,22 +68,6 @@ def test_a_repeated_run_has_the_same_bits_and_a_result_that_tells_of_it(straight
     assert last.startswith("step 26/26")
     assert f"loss {records[-2]['loss']:.3f}, " in last
     assert f"validation loss {result.evaluation.loss:.3f}" in last
-
-
-@pytest.mark.parametrize("defaults", [("cpu", torch.float64), ("cpu", torch.bfloat16), ("meta",)])
-def test_torchs_default_device_and_dtype_change_nothing(straight, config, defaults):
-    device, *dtype = defaults
-    before = torch.get_default_dtype()
-    torch.set_default_device(device)
-    torch.set_default_dtype(*dtype or [before])
-    try:
-        train(config)
-        model, tokenizer, _ = load_model(config.output, "cpu")
-        generate_text(model, tokenizer, ["a"], max_new_tokens=1)
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(before)
-    assert_same_run(config.output, straight)
 
 
 def test_a_line_is_the_mean_of_its_steps_at_the_learning_rate_of_the_last(straight, config):
@@ -311,7 +295,8 @@ def test_an_evaluation_after_its_checkpoint_is_kept_when_the_run_is_resumed(conf
     steps, original = [], lib.training.loop.evaluate
     evaluate = lambda *a, **k: (steps.append(1), original(*a, **k))[1]  # noqa: E731
     monkeypatch.setattr(lib.training.loop, "evaluate", evaluate)
-    train(config)
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:\d+ is not a record, skipped"):
+        train(config)
     assert lines(config.output)[: len(before)] == before
     assert [r["step"] for r in lines(config.output) if "validation_loss" in r] == [4, 8, 12, 16]
     assert len(steps) == 1
