@@ -83,9 +83,6 @@ def find_tied(tensors: dict[str, Tensor]) -> dict[str, str]:
 def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON values that `unpack` restores; its tensors go into `tensors`, by path."""
     if isinstance(value, Tensor):
-        while path in tensors:
-            # the keys "1" and 1, or "a.b" and "a" with "b" inside
-            path += "'"
         tensors[path] = value
         return {"tensor": path}
     if isinstance(value, dict):
