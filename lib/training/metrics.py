@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import inspect
 import io
 import json
 import logging
@@ -272,7 +271,7 @@ class _CellText:
 def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) -> Any:
     """Start a W&B run with its files in `folder`; None, with a warning, if that fails.
 
-    Without a key or a network, an online run becomes an offline one. Never prompts.
+    Without a network, an online run becomes an offline one.
     """
     mode = os.environ.get("WANDB_MODE") or "offline"
     if mode == "disabled":
@@ -289,8 +288,6 @@ def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) 
         options = {"dir": str(folder), "config": config, "settings": settings, **names}
         if mode not in ("offline", "dryrun"):
             try:
-                if not _has_wandb_key(wandb):
-                    raise ValueError("no API key is stored")
                 return wandb.init(mode=mode, **options)
             except Exception as error:
                 reason = one_line(error)
@@ -299,10 +296,3 @@ def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) 
     except Exception as error:
         log.warning("W&B does not work here (%s); the run continues without it", one_line(error))
         return None
-
-
-def _has_wandb_key(wandb: Any) -> bool:
-    """Whether an API key is stored; without one `wandb.init` would prompt."""
-    if "prompt" in inspect.signature(wandb.login).parameters:
-        return wandb.login(prompt=False, verify=False)
-    return bool(wandb.api.api_key)

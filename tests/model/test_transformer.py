@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lib.model import transformer
-from lib.model.config import ATTENTION_KERNELS, ModelConfig
+from lib.model.config import ModelConfig
 from lib.model.transformer import (
     CausalSelfAttention,
     Linear,
@@ -526,13 +526,3 @@ def test_a_gpu_gives_the_loss_and_gradients_of_the_cpu(settings, dtype):
     for name, gradient in gradients(model).items():
         error = gradients(on_gpu)[name].cpu() - gradient
         assert error.norm() < tolerance * gradient.norm(), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("uses_kernels", [False, True])
-@pytest.mark.parametrize("kernel", sorted({*ATTENTION_KERNELS} - {"flash_attention_cuda"}))
-def test_kernels_of_attention_agree_in_the_model_on_a_gpu(kernel, uses_kernels):
-    model, token_ids = make_model(attention_kernel=kernel).cuda(), make_token_ids(3, 16)
-    model.use_kernels(uses_kernels)
-    right = make_model()(token_ids)
-    torch.testing.assert_close(model(token_ids.cuda()).cpu(), right, rtol=1e-4, atol=1e-4)
