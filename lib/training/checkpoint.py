@@ -50,8 +50,6 @@ from lib.training.tensor_files import (
 
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
-# How often a folder is listed again because a checkpoint was deleted before it was read.
-MAX_LISTINGS = 5
 SHARD = "shard-{:05d}-of-{:05d}.safetensors"
 T = TypeVar("T")
 # Files by name: a text, or tensors and metadata.
@@ -330,30 +328,25 @@ def read_checkpoint(path: str | os.PathLike, read: Callable[[Path], T]) -> T:
         _verify(path)
         return read(path)
 
-    # the newest that is whole; a training may delete old ones meanwhile
-    for _ in range(MAX_LISTINGS):
-        checkpoints = list_checkpoints(path)
-        if not checkpoints:
-            raise FileNotFoundError(f"no checkpoint step-* in {path}")
-        for found in checkpoints:
-            is_whole = False
-            try:
-                _verify(found)
-                is_whole = True
-                return read(found)
-            except (OSError, ValueError, SafetensorError) as error:
-                if not found.exists():
-                    # newer ones came, and those listed after it may be gone, too
-                    break
-                if is_whole:
-                    raise
-                log.warning("refused: %s", error)
-        else:
-            names = ", ".join(found.name for found in checkpoints)
-            raise ValueError(f"no checkpoint in {path} is whole: {names}")
-    raise FileNotFoundError(
-        f"each checkpoint in {path} was deleted before it was read, {MAX_LISTINGS} times"
-    )
+    # the newest that is whole
+    checkpoints = list_checkpoints(path)
+    if not checkpoints:
+        raise FileNotFoundError(f"no checkpoint step-* in {path}")
+    for found in checkpoints:
+        is_whole = False
+        try:
+            _verify(found)
+            is_whole = True
+            return read(found)
+        except (OSError, ValueError, SafetensorError) as error:
+            if not found.exists():
+                # a training has deleted it, for a newer one
+                return read_checkpoint(path, read)
+            if is_whole:
+                raise
+            log.warning("refused: %s", error)
+    names = ", ".join(found.name for found in checkpoints)
+    raise ValueError(f"no checkpoint in {path} is whole: {names}")
 
 
 def find_checkpoint(path: str | os.PathLike) -> Path:
