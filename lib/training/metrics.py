@@ -100,12 +100,12 @@ class MetricsLog:
         """
         record = _map_values(record, lambda x: x.item() if hasattr(x, "item") else x)
         line = json.dumps(_map_values(record, _to_text), ensure_ascii=False, allow_nan=False)
-        data, position = f"{line}\n".encode(), self._file.tell()
+        data, start = f"{line}\n".encode(), self._file.tell()
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, "only a part of the line was written")
         except OSError as error:
-            self._file.truncate(position)
+            self._file.truncate(start)
             if error.errno in NO_SPACE:
                 raise no_space_error(error, self.path, len(data)) from error
             raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
