@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import signal
@@ -40,7 +41,6 @@ from lib.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
     load_optimizer,
-    read_extra,
     rng_state,
     save_checkpoint,
     set_rng_state,
@@ -50,14 +50,12 @@ from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
 from lib.training.metrics import MetricsLog
 from lib.training.run_folder import (
     Run,
-    check_same_run,
     describe_run,
     finished_checkpoint,
     hold_folder,
     is_due,
     is_evaluated,
     open_run,
-    saved_identity,
 )
 from lib.training.step import TrainStep, numerics
 
@@ -441,7 +439,8 @@ def _set_up(
     # Weights of the checkpoint.
     if checkpoint is not None:
         # before the model is sharded, since checkpoints hold whole weights
-        loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), patient)
+        load = functools.partial(load_checkpoint, checkpoint, model=model, verify=False)
+        loaded = on_each_rank(load, patient)
         # checkpoints of earlier releases hold more
         names = [field.name for field in dataclasses.fields(Progress)]
         progress = Progress(**{name: loaded.extra["progress"][name] for name in names})
@@ -451,22 +450,6 @@ def _set_up(
     if loaded is not None:
         on_each_rank(lambda: _restore(run, step, loaded), patient)
     return _Training(run, step, progress, patient, on_metrics, checkpoint)
-
-
-def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
-    extra, steps = read_extra(path), run.config.steps
-    if "imported_from" in extra:
-        raise ValueError(
-            f"output must be the folder of a training run or a new one, got {run.folder}, which "
-            "holds an imported model"
-        )
-    check_same_run(run, saved_identity(extra["config"], extra))
-    if extra["progress"]["steps"] > steps:
-        raise ValueError(
-            f"steps must be at least {extra['progress']['steps']}, which the run in {run.folder} "
-            f"has done, got {steps}"
-        )
-    return load_checkpoint(path, model=model, verify=False)
 
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:

@@ -24,7 +24,7 @@ from lib.data.token_array import tokenize_file
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.generation import load_model
 from lib.training.loop import train
-from lib.training.run_folder import BATCH_FIELDS, open_run, run_folder
+from lib.training.run_folder import open_run, run_folder
 from lib.training.step import TrainStep
 from tests.training.runs import (
     BYTES,
@@ -275,28 +275,6 @@ def test_files_of_something_else_are_not_overwritten(config, name):
     with pytest.raises(ValueError, match=message):
         train(config)
     assert contents(config.output) == before
-
-
-def without_split(path):
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in record.items() if k not in BATCH_FIELDS}))
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        # then the checkpoint's own record is compared
-        ("config.json", Path.unlink, r"a step was 4 sequences .* now 2"),
-        ("run.json", Path.unlink, r"a step was 4 sequences .* now 2"),
-        # as older runs of one process have it
-        ("run.json", without_split, r"a step was 4 sequences .* now 2"),
-        ("run.json", lambda path: path.write_text("{}"), r"run\.json is damaged"),
-    ],
-)
-def test_settings_are_compared_whatever_became_of_the_description(stopped, name, damage, message):
-    damage(stopped.output / name)
-    with pytest.raises(ValueError, match=message):
-        train(dataclasses.replace(stopped, batch_size=2))
 
 
 @pytest.mark.parametrize(
