@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import select
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -18,35 +17,16 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make standard streams that take any text, here and in the processes started from now on.
+    """Let standard output take any text, here and in the processes started from now on.
 
-    What their encoding lacks is written as `\\u2713`. A stream that was closed leads nowhere.
+    What its encoding lacks is written as `\\u2713`.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # or the next file that is opened would get this number, and what others print
-            os.open(os.devnull, os.O_RDWR)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r+" if number else "r", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     if encoding.lower() not in ("utf-8", "utf8"):
         os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
-
-
-def reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as behind `| head`."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        return any(event & select.POLLERR for _, event in poll.poll(0))
-    # Windows has no poll, and a notebook's output no number
-    except (AttributeError, OSError, ValueError):
-        return False
 
 
 @contextlib.contextmanager
