@@ -181,9 +181,8 @@ def report(request, tmp_path_factory, make_notebook) -> Path:
     """A report: notebooks with the outputs that they are committed with, and one that is run."""
     from lib.tools.publish.cells import read_notebook
     from lib.tools.publish.execute import execute
-    from lib.tools.publish.front_page import write_front_page
     from lib.tools.publish.plan import Job
-    from lib.tools.publish.run_notebooks import Result, Run, publish
+    from lib.tools.publish.run_notebooks import Result, keep, write_pages
 
     folder = tmp_path_factory.mktemp("report")
     own = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom lib.lessons.model import explorers"
@@ -192,16 +191,16 @@ def report(request, tmp_path_factory, make_notebook) -> Path:
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {NOTEBOOKS[0], *(one.params.get("page") for one in parameters if one)}
     sources = [ROOT / f"notebooks/{name}.ipynb" for name in NOTEBOOKS if name in wanted]
-    titles = {source.stem: source.stem for source in (*sources, widgets)}
-    run = Run(folder / "pages", "", titles)
+    names = [source.stem for source in (*sources, widgets)]
+    pages = folder / "pages"
     for source in (*sources, widgets):
         notebook = read_notebook(source)
         if source == widgets:
             execute(notebook, folder)
-        publish(Result(source.stem, "done", 1.0), notebook, Job(source, {}, ()), run)
-    write_front_page(run.report, titles)
+        keep(Result(source.stem, "done", 1.0), notebook, Job(source, {}, ()), pages)
+    assert write_pages(pages, names, {*names}, ROOT)
     # as it arrives by mail: alone, in another folder
-    return run.report.rename(folder / "mailed")
+    return pages.rename(folder / "mailed")
 
 
 NOTEBOOKS = [path.stem for path in sorted(ROOT.glob("notebooks/*.ipynb"))]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -
     The documents of the workbook at `root` that pages link to are written, too, and the search.
 
     Args:
-        names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
+        names: the notebooks to list, in order (`01_tokenizer`).
     """
-    found = published(report, names)
-    write_documents(report, root, found, also=GUIDES.values())
-    pages = [_page(report, name) for name in found]
+    write_documents(report, root, names, also=GUIDES.values())
+    pages = [_page(report, name) for name in names]
     guides = {name: f"{FILES}/{path}" for name, path in GUIDES.items()}
     guides = {name: path for name, path in guides.items() if (report / path).is_file()}
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
@@ -61,28 +59,6 @@ def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -
     write_search(report)
     write_atomically(report / "index.html", shown)
     return report / "index.html"
-
-
-def published(report: Path, names: Iterable[str], *, told: bool = False) -> list[str]:
-    """Return those of the notebooks `names` that are in `report`, page and notebook undamaged.
-
-    Args:
-        told: whether to print which ones are damaged.
-    """
-    found = []
-    for name in names:
-        page, notebook = (report / f"{name}{suffix}" for suffix in (".html", ".ipynb"))
-        try:
-            if page.exists() or notebook.exists():
-                _page(report, name)
-                page.read_bytes()
-                found.append(name)
-        # a file that anything may have been done to
-        except Exception as error:
-            again = f"make run NOTEBOOKS={name[:2]} writes it again"
-            if told:
-                print(f"{name} in {report} is damaged ({error!r:.200}); {again}", file=sys.stderr)
-    return found
 
 
 def _page(report: Path, name: str) -> dict[str, Any]:

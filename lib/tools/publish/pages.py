@@ -49,25 +49,17 @@ def write_page(
     source_folder: Path,
     titles: Mapping[str, str],
 ) -> None:
-    """Write the executed `notebook` as a web page to `path`; see `render_page`."""
-    page = render_page(notebook, path.stem, source_folder=source_folder, titles=titles)
-    write_atomically(path, page)
-
-
-def render_page(
-    notebook: NotebookNode, name: str, *, source_folder: Path, titles: Mapping[str, str]
-) -> str:
-    """Return the executed `notebook` as the web page called `name`.
+    """Write the executed `notebook` as a web page to `path`.
 
     Args:
-        notebook: its `metadata.workbook`, which `run_notebooks.publish` writes, gives the
+        notebook: its `metadata.workbook`, which `run_notebooks.keep` writes, gives the
             lines on top.
         source_folder: the notebook's folder in the workbook, for relative links and pictures.
         titles: name -> title of the report's pages in reading order; links to others are left out.
     """
     about = notebook.metadata.get("workbook", {})
     shown = static_widgets(notebook)
-    before, after = neighbors(name, titles)
+    before, after = neighbors(path.stem, titles)
 
     links = Links(source_folder, source_folder.parent, titles)
     exporter = _Exporter(
@@ -79,7 +71,7 @@ def render_page(
         up="",
         before=before,
         after=after,
-        doors=doors(name),
+        doors=doors(path.stem),
         extra=_extra(shown),
         note=page_note(about),
         error=about.get("error"),
@@ -90,7 +82,7 @@ def render_page(
     metadata = {"name": title_of(notebook), "path": str(source_folder)}
     page, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
     page = accessible(PLAIN_WORD.sub(r"\1", page))
-    return page.replace(CONTENTS_MARK, contents(exporter.headings), 1)
+    write_atomically(path, page.replace(CONTENTS_MARK, contents(exporter.headings), 1))
 
 
 def accessible(page: str) -> str:
