@@ -363,7 +363,11 @@ class LogAboveBars(logging.StreamHandler):
             return
         from tqdm import tqdm
 
-        tqdm.write(self.format(record), file=sys.stderr)
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        # as every handler: who logs is not stopped by a terminal that was closed
+        except OSError:
+            self.handleError(record)
 
 
 def groups() -> set[str]:

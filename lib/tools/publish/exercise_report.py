@@ -61,9 +61,6 @@ class ExercisesConfig:
         check(self, "csv", self.submissions or not self.csv, "left out without submissions")
 
 
-YOURS = ExercisesConfig()
-
-
 @dataclass(frozen=True)
 class Answer:
     """The result of an exercise."""
@@ -76,18 +73,10 @@ class Answer:
     """The text that its check printed."""
 
 
-def report_exercises(
-    config: ExercisesConfig = YOURS,
-    *,
-    folder: Path | None = None,
-    output: Path | None = None,
-) -> int:
+def report_exercises(config: ExercisesConfig) -> int:
     """Run notebooks, print which of their exercises are solved, and write that as JSON.
 
-    Args:
-        folder: where they are (default: the reader's copies in `work/` if there are any, or else
-            `notebooks/`).
-        output: the JSON file (default: `artifacts/local/exercises.json`).
+    They are the reader's copies in `work/` if there are any, or else those in `notebooks/`.
 
     Returns:
         The exit code, 0: an unsolved exercise is no error.
@@ -96,8 +85,8 @@ def report_exercises(
         ValueError: a file is no notebook; before any is run.
     """
     root = workspace()
-    folder = folder or next((f for f in (root / "work",) if f.is_dir()), ROOT / "notebooks")
-    output = output or root / "artifacts/local/exercises.json"
+    folder = root / "work" if (root / "work").is_dir() else ROOT / "notebooks"
+    output = root / "artifacts/local/exercises.json"
     answers = []
     paths = find_notebooks(config.notebooks, folder.parent, folder.name)
     for path in paths:

@@ -33,7 +33,7 @@ from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import clean, read_notebook, save_notebook, static_widgets
 from lib.tools.publish.execute import execute, insert_parameters, kill
-from lib.tools.publish.plan import ALL, Job, NotebooksConfig, find_notebooks, plan
+from lib.tools.publish.plan import Job, NotebooksConfig, find_notebooks, plan
 
 Ended = Generator[tuple["Job", "Result", NotebookNode], None, None]
 THREADS = "OMP_NUM_THREADS"
@@ -287,7 +287,7 @@ def _plain(text: str) -> str:
     return text if sys.stderr.isatty() else re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def refresh_notebooks(config: NotebooksConfig = ALL, *, root: Path = ROOT) -> int:
+def refresh_notebooks(config: NotebooksConfig, *, root: Path = ROOT) -> int:
     """Run notebooks one after another and store their outputs in them, as they are committed.
 
     Returns the exit code; a notebook that fails, or that says what its outputs do not show

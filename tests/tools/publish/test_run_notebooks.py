@@ -17,7 +17,7 @@ from bs4 import BeautifulSoup
 
 from lib.core.hardware import available_cpus
 from lib.tools.publish.cells import clean
-from lib.tools.publish.plan import Job
+from lib.tools.publish.plan import Job, NotebooksConfig
 from lib.tools.publish.run_notebooks import (
     THREADS,
     Result,
@@ -28,15 +28,6 @@ from lib.tools.publish.run_notebooks import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture
-def shelf(tmp_path, make_notebook) -> Path:
-    """A workbook of two notebooks that are not run here."""
-    make_notebook(tmp_path / "notebooks/01_one.ipynb", "steps: int | None = 3\nsize = {\n 'a': 1}")
-    make_notebook(tmp_path / "notebooks/02_two.ipynb", "# needs: 01\n# runs alone: yes\nratio = 2")
-    (tmp_path / "notebooks/parameters").mkdir()
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -352,7 +343,7 @@ def test_refresh_stores_outputs_and_leaves_a_failing_notebook(tmp_path, make_not
     )
     bad = make_notebook(tmp_path / "notebooks/02_bad.ipynb", "steps = 3", "1 / 0", first="1")
     before = bad.read_bytes()
-    assert refresh_notebooks(root=tmp_path) == 1
+    assert refresh_notebooks(NotebooksConfig(), root=tmp_path) == 1
     assert "02_bad failed and is left as it was" in capsys.readouterr().out
     assert bad.read_bytes() == before
     stored = nbformat.read(good, as_version=4)
