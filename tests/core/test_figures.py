@@ -9,21 +9,9 @@ import pytest
 from PIL import Image
 
 from lib.core.figures import COLORS, INK, PAPER, STYLE, alt_text, house_figure, save_figure
+from tests.core.contrast import contrast
 
 matplotlib.use("Agg")
-
-
-def luminance(color: str) -> float:
-    """Relative luminance as WCAG 2 defines it."""
-    rgb = np.array(matplotlib.colors.to_rgb(color))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    return linear @ [0.2126, 0.7152, 0.0722]
-
-
-def contrast(a: str, b: str) -> float:
-    """How well a color stands out from another one, as WCAG 2 defines it."""
-    low, high = sorted([luminance(a), luminance(b)])
-    return (high + 0.05) / (low + 0.05)
 
 
 def draw(axes):
