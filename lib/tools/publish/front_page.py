@@ -31,7 +31,7 @@ GUIDES = {"readme": "README.md.html", "results": "artifacts/README.md.html"}
 MAP = "artifacts/map.svg"
 # Pixels, twice the size shown.
 THUMBNAIL = (416, 640)
-LABELS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
+LABELS = {"done": "✓ done", "failed": "✗ failed"}
 
 
 def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -> Path:
@@ -64,8 +64,8 @@ def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -
 def _page(report: Path, name: str) -> dict[str, Any]:
     """Return what the front page shows of a notebook."""
     notebook = read_notebook(report / f"{name}.ipynb")
-    about = notebook.metadata.get("workbook", {})
-    status = about.get("status", "skipped")
+    about = notebook.metadata["workbook"]
+    status = about["status"]
     return {
         "name": name,
         "number": name.split("_")[0],

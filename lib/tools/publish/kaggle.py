@@ -147,7 +147,7 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
         commit = output_of([*GIT, str(root), "rev-parse", "HEAD"])
         write_dataset(output / "dataset", committed, commit)
         if config.attention:
-            jobs.append(Job(committed / ATTENTION, {}, ()))
+            jobs.append(Job(committed / ATTENTION))
         for job in jobs:
             write_kernel(output / "kernels" / job.name, job, config)
     if config.verify:

@@ -127,13 +127,9 @@ def page_note(about: Mapping[str, Any]) -> str:
     """Return time, device, date and parameters of a run in a line."""
     if "finished" not in about:
         return ""
-    parts = [local_date(about["finished"])]
-    if about["status"] != "skipped":
-        device = about.get("provenance", {}).get("device")
-        parts = [f"{about['seconds']:.1f} s", *([device] if device else []), *parts]
-    if about.get("parameters"):
-        parts.append(f"parameters: {about['parameters']}")
-    return " · ".join(parts)
+    parameters = about["parameters"] and f"parameters: {about['parameters']}"
+    device, date = about["provenance"]["device"], local_date(about["finished"])
+    return " · ".join(filter(None, (f"{about['seconds']:.1f} s", device, date, parameters)))
 
 
 def local_date(text: str) -> str:

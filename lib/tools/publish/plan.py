@@ -1,4 +1,4 @@
-"""Which notebooks are run, with which parameters, and which of them need or exclude others."""
+"""Which notebooks are run, with which parameters, and which of them run alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,7 @@ class Job:
     """One notebook to run."""
 
     source: Path
-    parameters: dict[str, Any]
-
-    needs: tuple[str, ...]
-    """Names of the notebooks whose results it reads."""
+    parameters: dict[str, Any] = field(default_factory=dict)
 
     runs_alone: bool = False
     """Whether no other notebook may run beside it, because its numbers are timings."""
@@ -79,7 +76,6 @@ def plan(notebooks: Sequence[Path], parameters: str | os.PathLike | None, root: 
         Job(
             path,
             sections.get(path.stem, {}),
-            _needed_by(path, list(known)),
             bool(re.search(r"^# runs alone\b", _parameters_cell(path), re.MULTILINE)),
         )
         for path in notebooks
@@ -118,20 +114,6 @@ def parameter_names(notebook: Path) -> set[str]:
     """Return the names that the notebook's cell tagged `parameters` assigns."""
     nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the notebooks that a line `# needs: 01, 02` in the parameters cell lists."""
-    found = re.search(r"^# needs: *(.+)$", _parameters_cell(notebook), re.MULTILINE)
-    needed = []
-    for wanted in re.findall(r"\w+", found[1]) if found else []:
-        matches = [name for name in names if wanted in (name, name[:2])]
-        # a lower number only, so that no two can wait for each other
-        if not matches or matches[0] >= notebook.stem:
-            earlier = [name for name in names if name < notebook.stem]
-            raise ValueError(f"{notebook.name}: needs {wanted!r}; earlier ones: {_known(earlier)}")
-        needed += matches
-    return tuple(needed)
 
 
 def _parameters_cell(notebook: Path) -> str:

@@ -37,7 +37,7 @@ from lib.tools.publish.plan import Job, NotebooksConfig, find_notebooks, plan
 
 Ended = Generator[tuple["Job", "Result", NotebookNode], None, None]
 THREADS = "OMP_NUM_THREADS"
-MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
+MARKS = {"done": "✓", "failed": "✗"}
 BAR = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}<{remaining}"
 
 
@@ -62,10 +62,9 @@ class RunConfig:
 def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
     """Run notebooks in parallel and write them as web pages with a front page.
 
-    A notebook whose parameters cell says `# needs: 01` runs after 01 if both are run, and is
-    skipped if 01 failed; all others go on. One that says `# runs alone` runs beside no other. Pages
-    of notebooks that are not run stay. A file of parameters maps a notebook's name to a mapping of
-    its parameters.
+    If one fails, the others go on. One whose parameters cell says `# runs alone` runs beside no
+    other. Pages of notebooks that are not run stay. A file of parameters maps a notebook's name to
+    a mapping of its parameters.
 
     Returns:
         The exit code: 0, or 1 if a notebook failed.
@@ -129,7 +128,7 @@ def write_pages(report: Path, names: Sequence[str], ran: Set[str], root: Path) -
 
 @dataclass(frozen=True)
 class Result:
-    """How a notebook ended; `status` is done, failed or skipped."""
+    """How a notebook ended; `status` is done or failed."""
 
     name: str
     status: str
@@ -156,34 +155,17 @@ def run_all(jobs: Sequence[Job], report: Path, parameters: str, workers: int) ->
 def executed(jobs: Sequence[Job], workers: int) -> Ended:
     """Yield each job with how it ended and its notebook, as soon as its cells have run.
 
-    A thread for each, since their kernels do the work. Those that run alone, or need one that does,
-    come last and one at a time.
+    A thread for each, since their kernels do the work. Those that run alone come last.
     """
-    alone: set[str] = set()
-    for job in jobs:
-        if job.runs_alone or alone.intersection(job.needs):
-            alone.add(job.name)
-    # who needs no other comes first: waiting would keep a worker from its work
-    shared = sorted((job for job in jobs if job.name not in alone), key=lambda job: bool(job.needs))
-    last = [job for job in jobs if job.name in alone]
-    running: dict[str, futures.Future[tuple[Result, NotebookNode]]] = {}
+    shared = [job for job in jobs if not job.runs_alone]
+    alone = [job for job in jobs if job.runs_alone]
     clients: set[NotebookClient] = set()
-
-    def run_in_turn(job: Job, threads: int | None) -> tuple[Result, NotebookNode]:
-        for name in job.needs:
-            if name in running and running[name].result()[0].status != "done":
-                result = Result(job.name, "skipped", error=f"needs {name}, which failed")
-                return result, read_notebook(job.source)
-        return run_cells(job, threads, clients)
-
-    for group, most in ((shared, workers), (last, 1)):
+    for group, most in ((shared, workers), (alone, 1)):
         size = max(1, min(most, len(group)))
         # more threads than cores slow all of them down
         threads = max(1, available_cpus() // size) if size > 1 else None
         with futures.ThreadPoolExecutor(size) as pool:
-            for job in group:
-                running[job.name] = pool.submit(run_in_turn, job, threads)
-            waiting = {running[job.name]: job for job in group}
+            waiting = {pool.submit(run_cells, job, threads, clients): job for job in group}
             try:
                 while waiting:
                     # on Windows, Ctrl-C ends no wait without a limit

@@ -36,7 +36,7 @@ def put(report: Path, name: str, *, day=1, figures=(), outputs=(), **about) -> N
     cells = [opening, new_code_cell("", outputs=[shown, *outputs])]
     finished = f"2026-01-{day:02}T10:00:00+00:00"
     about = {"status": "done", "seconds": 2.0, "finished": finished, "error": None} | about
-    about["provenance"] = PROVENANCE
+    about |= {"provenance": PROVENANCE, "parameters": ""}
     report.mkdir(exist_ok=True)
     metadata = {"workbook": about}
     nbformat.write(new_notebook(cells=cells, metadata=metadata), report / f"{name}.ipynb")

@@ -1,4 +1,4 @@
-"""Notebooks are found and planned: parameters, what each needs, and what may run beside it."""
+"""Notebooks are found and planned: parameters, and what may run beside others."""
 
 import pytest
 
@@ -22,20 +22,13 @@ def test_a_parameter_file_of_another_form_is_refused(shelf, text, said):
         plan(find_notebooks((), shelf), path, shelf)
 
 
-def test_a_plan_has_each_notebooks_parameters_needs_and_whether_it_runs_alone(shelf):
+def test_a_plan_has_each_notebooks_parameters_and_whether_it_runs_alone(shelf):
     path = shelf / "notebooks/parameters/gpu.yaml"
     path.write_text("01_one:\n  steps: 100\n")
     one, two = find_notebooks((), shelf)
     assert plan([one, two], "gpu", shelf) == [
-        Job(one, {"steps": 100}, (), runs_alone=False),
-        Job(two, {}, ("01_one",), runs_alone=True),
+        Job(one, {"steps": 100}, runs_alone=False),
+        Job(two, {}, runs_alone=True),
     ]
     assert parameter_names(one) == {"steps", "size"}
     assert find_notebooks(["2", "02_two.ipynb"], shelf) == [two]
-
-
-@pytest.mark.parametrize("needed", ["02", "03", "nothing"])
-def test_only_an_earlier_notebook_can_be_needed(shelf, make_notebook, needed):
-    make_notebook(shelf / "notebooks/02_two.ipynb", f"# needs: {needed}\nratio = 2")
-    with pytest.raises(ValueError, match=f"needs '{needed}'; earlier ones: there are: 01_one"):
-        plan(find_notebooks((), shelf), None, shelf)

@@ -74,17 +74,8 @@ def run_as(monkeypatch):
     return results
 
 
-def job(name, *needs, alone=False):
-    return Job(Path(f"{name}.ipynb"), {}, needs, runs_alone=alone)
-
-
-def test_whoever_needs_a_failed_notebook_even_through_others_is_skipped(run_as):
-    def run_cells(job, threads, clients):
-        return Result(job.name, "failed" if job.name == "a" else "done"), {}
-
-    needy = job("b", "a"), job("c", "b"), job("d", alone=True), job("e", "d"), job("f", "elsewhere")
-    statuses = [status for _, status in run_as(run_cells, job("a"), *needy)]
-    assert statuses == ["failed", "skipped", "skipped", "done", "done", "done"]
+def job(name, alone=False):
+    return Job(Path(f"{name}.ipynb"), {}, runs_alone=alone)
 
 
 def test_one_that_runs_alone_starts_when_all_others_have_finished(run_as):
@@ -98,11 +89,11 @@ def test_one_that_runs_alone_starts_when_all_others_have_finished(run_as):
         running.remove(job.name)
         return Result(job.name, "done"), {}
 
-    jobs = job("a", alone=True), job("b"), job("c"), job("d", "a"), job("e", alone=True)
+    jobs = job("a", alone=True), job("b"), job("c"), job("d", alone=True)
     names = [name for name, _ in run_as(run_cells, *jobs)]
-    assert names == list("abcde")
+    assert names == list("abcd")
     assert max(most["b"], most["c"]) == 2
-    assert [most[name] for name in "ade"] == [1, 1, 1]
+    assert [most[name] for name in "ad"] == [1, 1]
 
 
 def test_ctrl_c_ends_what_runs_and_starts_nothing_else(run_as, monkeypatch):
@@ -150,7 +141,7 @@ def test_ctrl_c_ends_all_kernels_and_what_they_started_and_keeps_finished_pages(
         "time.sleep(600)"
     )
     make_notebook(tmp_path / "notebooks/01_done.ipynb", "", "1", first="1")
-    make_notebook(tmp_path / "notebooks/02_long.ipynb", "# needs: 01", endless, first="1")
+    make_notebook(tmp_path / "notebooks/02_long.ipynb", "# runs alone", endless, first="1")
     command = [sys.executable, "-c", RUN, str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
@@ -184,16 +175,13 @@ def done(tmp_path_factory, make_notebook) -> tuple[int, str, Path]:
     links = "%md [next](02_bad.ipynb), [code](../lib/x.py), [later](06_later.ipynb)"
     read = "name = 'records.jsonl'"
     threads = f"import os\nprint('threads', os.environ.get({THREADS!r}))"
-    made = "open('made', 'w').write(str(steps))"
     stray = "import os\nos.system('echo from a child; echo error of a child >&2');"
     reached = (
         "import ipykernel\nprint('by', ipykernel.get_connection_info(unpack=True)['transport'])"
     )
-    make("01_good", "steps = 3", links, slider, read, threads, made, stray, reached)
+    make("01_good", "steps = 3", links, slider, read, threads, "f'{steps} steps'", stray, reached)
     make("02_bad", "", "1 / 0", "print('never')")
-    alone = "# needs: 01\n# runs alone\nratio = 10"
-    make("03_after_good", alone, threads, "int(open('made').read()) * ratio")
-    make("04_after_bad", "# needs: 02", "print('never')")
+    make("03_alone", "# runs alone", threads)
     make("05_dead", "", "import os\nos._exit(1)")
     make("06_later", "", "1")
     for path in ("lib/x.py", "artifacts/records.jsonl", "artifacts/others.csv"):
@@ -206,7 +194,7 @@ def done(tmp_path_factory, make_notebook) -> tuple[int, str, Path]:
         patch.delenv(THREADS, raising=False)
         for name in ("stdout", "stderr"):
             patch.setattr(sys, name, text)
-        return run(root, "1", "2", "3", "4", "5"), text.getvalue(), root
+        return run(root, "1", "2", "3", "5"), text.getvalue(), root
 
 
 def run(root: Path, *names: str) -> int:
@@ -225,30 +213,23 @@ def about(root: Path, name: str) -> dict:
 def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(done):
     code, output, root = done
     assert code == 1
-    for line in ("✓ 01_good", "✗ 02_bad", "✓ 03_after_good", "– 04_after_bad", "✗ 05_dead"):
+    for line in ("✓ 01_good", "✗ 02_bad", "✓ 03_alone", "✗ 05_dead"):
         assert line in output
     assert "In [2]: ZeroDivisionError: division by zero" in output
     assert "----> 1 1 / 0" in output
     assert f"Report: {root / 'report/index.html'}" in output
     index = page(root, "index")
     states = [found["class"][1] for found in index.select(".status")]
-    assert states == ["done", "failed", "done", "skipped", "failed"]
+    assert states == ["done", "failed", "done", "failed"]
     assert "DeadKernelError" in index.text
-
-
-def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
-    _, _, root = done
-    assert "needs 02_bad, which failed" in page(root, "index").text
-    # 7 comes from the parameter file through 01
-    assert "70" in page(root, "03_after_good").select(".jp-OutputArea-output")[-1].text
 
 
 def test_one_that_runs_alone_comes_last_with_all_cores_which_the_others_share(done):
     _, _, root = done
     finished = {name: about(root, name)["finished"] for name in ("01_good", "02_bad", "05_dead")}
-    assert about(root, "03_after_good")["finished"] >= max(finished.values())
+    assert about(root, "03_alone")["finished"] >= max(finished.values())
     # and has all cores, which the others share
-    assert "threads None" in page(root, "03_after_good").text
+    assert "threads None" in page(root, "03_alone").text
     assert f"threads {max(1, available_cpus() // 2)}" in page(root, "01_good").text
 
 
@@ -256,6 +237,8 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
     _, _, root = done
     good = page(root, "01_good")
     assert "n: 4" in good.text
+    # as the parameter file says
+    assert "7 steps" in good.text
     assert "square 16" in good.text
     links = {a.text: a["href"] for a in good.select(".jp-Cell p a")}
     assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py.html"}
@@ -320,7 +303,7 @@ def test_a_report_never_goes_where_the_readers_files_are(shelf, folder):
 def test_a_later_run_keeps_other_pages_and_links_them_to_its_own(done):
     _, _, root = done
     assert run(root, "06") == 0
-    assert "6 notebooks" in page(root, "index").text
+    assert "5 notebooks" in page(root, "index").text
     assert {a.text for a in page(root, "01_good").select(".jp-Cell p a")} == {
         "next",
         "code",
