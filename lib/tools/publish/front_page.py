@@ -23,7 +23,7 @@ from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.documents import write_documents
 from lib.tools.publish.links import FILES, copy_into_report
 from lib.tools.publish.navigation import write_search
-from lib.tools.publish.pages import TEMPLATES, alt_text, local_date, page_note, short_title
+from lib.tools.publish.pages import TEMPLATES, alt_text, local_date, page_note, short_title, webp
 
 REPORT = "a report"
 # Links of the front page beside the notebooks.
@@ -95,14 +95,9 @@ def _thumbnail(notebook: NotebookNode) -> dict[str, str] | None:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     for output in outputs:
         if png := output.get("data", {}).get("image/png"):
-            image, small = (
-                Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"),
-                io.BytesIO(),
-            )
+            image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
             image.thumbnail(THUMBNAIL)
-            image.save(small, "WEBP", quality=70)
-            data = base64.b64encode(small.getvalue()).decode()
-            return {"src": f"data:image/webp;base64,{data}", "alt": alt_text(output) or "a figure"}
+            return {"src": webp(image, quality=70), "alt": alt_text(output) or "a figure"}
     return None
 
 

@@ -99,9 +99,15 @@ def alt_text(output: NotebookNode) -> str:
 
 def _picture(output: NotebookNode) -> str:
     """Return a PNG of a notebook as the address of the same picture in a third of the bytes."""
-    png, small = base64.b64decode(output.data["image/png"]), io.BytesIO()
-    Image.open(io.BytesIO(png)).save(small, "WEBP", lossless=True, quality=30, method=1)
-    return f"data:image/webp;base64,{base64.b64encode(small.getvalue()).decode()}"
+    image = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"])))
+    return webp(image, lossless=True, quality=30, method=1)
+
+
+def webp(image: Image.Image, **options: Any) -> str:
+    """Return `image` as an address that holds it."""
+    file = io.BytesIO()
+    image.save(file, "WEBP", **options)
+    return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _extra(notebook: NotebookNode) -> str | None:
@@ -145,10 +151,17 @@ class Renderer(IPythonRenderer):
         self.links = links
         # level, id and text of each
         self.headings: list[tuple[int, str, str]] = []
+        # formulas that cannot be converted, and why
+        self.errors: list[tuple[str, str]] = []
 
     def formula(self, tex: str, *, display: bool) -> str:
-        """Return a formula; a checker overrides this."""
-        formula = mathml(tex, display=display)
+        """Return a formula as MathML, or its source, marked, if it cannot be converted."""
+        try:
+            formula = mathml(tex, display=display)
+        except math_core.LatexError as error:
+            reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[0]
+            self.errors.append((tex, reason.removeprefix("Error: ")))
+            formula = f'<code title="no MathML for this formula">{html.escape(tex)}</code>'
         if display:
             return f'<div class="scroll formula" tabindex="0">{formula}</div>'
         is_long = len(tex) > LONG_FORMULA
@@ -238,31 +251,13 @@ class _Exporter(HTMLExporter):
 
 
 def mathml(tex: str, *, display: bool = False) -> str:
-    """Return the formula `tex` as MathML, or its source, marked, if it cannot be converted."""
-    try:
-        return strict_mathml(tex, display=display)
-    except math_core.LatexError:
-        return f'<code title="no MathML for this formula">{html.escape(tex)}</code>'
-
-
-def strict_mathml(tex: str, *, display: bool = False) -> str:
     """Return the formula `tex` as MathML; math_core.LatexError says why if that cannot be."""
     formula = math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
     return PRIMED.sub(r"<mrow>\1</mrow>", formula)
 
 
 def mathml_errors(markdown: str) -> list[tuple[str, str]]:
-    """Return the formulas in a Markdown cell that `mathml` cannot convert, each with the reason."""
-    errors = []
-
-    class Checker(Renderer):
-        def formula(self, tex: str, *, display: bool) -> str:
-            try:
-                return strict_mathml(tex, display=display)
-            except math_core.LatexError as error:
-                reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[0]
-                errors.append((tex, reason.removeprefix("Error: ")))
-            return ""
-
-    MarkdownWithMath(renderer=Checker()).render(markdown)
-    return errors
+    """Return the formulas in a Markdown cell that have no MathML, each with the reason."""
+    renderer = Renderer()
+    MarkdownWithMath(renderer=renderer).render(markdown)
+    return renderer.errors

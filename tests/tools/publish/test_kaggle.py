@@ -303,7 +303,7 @@ def test_push_without_a_client_says_how_to_install_it(copied, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("notebooks", ()), ("user", "ada lovelace"), ("dataset", "two--dashes")],
+    [("notebooks", ()), ("user", "ada lovelace")],
 )
 def test_bad_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):
