@@ -108,15 +108,11 @@ class KagglePushConfig:
     user: str = ""
     """Your name on Kaggle, unless `kaggle build` was given it."""
 
-    message: str = "Updated"
-    """The note of a new version of the dataset."""
-
     timeout: PositiveFloat = 900.0
     """Seconds to wait for Kaggle to prepare the dataset."""
 
     def __post_init__(self) -> None:
         check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
-        check(self, "message", bool(self.message), "a text")
 
 
 def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
@@ -282,7 +278,7 @@ def push(config: KagglePushConfig) -> None:
 
     address = json.loads(about.read_text(encoding="utf-8"))["id"]
     is_new = _status(address) is None
-    words = ["create"] if is_new else ["version", "-m", config.message]
+    words = ["create"] if is_new else ["version", "-m", "Updated"]
     _kaggle("datasets", *words, "-p", os.fspath(dataset), "--dir-mode", "zip")
     deadline = time.monotonic() + config.timeout
     while (status := _status(address)) != "ready":

@@ -261,17 +261,6 @@ def test_kernels_are_reached_through_files_and_what_their_children_print_is_on_t
         assert text not in output
 
 
-def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_notebooks(RunConfig(), root=shelf)
-    left = {path.name for path in (shelf / "artifacts/report").iterdir()}
-    assert left == {".workbook", ".lock"}
-
-
 def test_two_runs_into_one_report_come_one_after_the_other(shelf, monkeypatch, caplog):
     order = []
 
