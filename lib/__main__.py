@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lib.core.flags import field_paths, short_help, suggestion
-from lib.core.terminal import one_line, prepare_streams
+from lib.core.terminal import one_line, prepare_streams, reader_is_gone
 
 T = TypeVar("T")
 log = logging.getLogger("lib")
@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        is_gone = isinstance(error, BrokenPipeError)
+        is_gone = reader_is_gone()
         if not is_gone:
             print_error(error, is_debug)
         # Python's last flush would fail, too
@@ -334,9 +334,9 @@ def run_line(arguments: list[str], is_debug: bool) -> int:
         if is_debug:
             traceback.print_exc()
         return 130
-    except BrokenPipeError:
-        raise
     except (OSError, ValueError, ImportError, FloatingPointError) as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise
         print_error(error, is_debug)
         return 2
     except RuntimeError as error:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import select
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,17 @@ def prepare_streams() -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     if encoding.lower() not in ("utf-8", "utf8"):
         os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+
+
+def reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as behind `| head`."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    # Windows has no poll, and a notebook's output no number
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 @contextlib.contextmanager

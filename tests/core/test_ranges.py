@@ -87,17 +87,6 @@ def test_a_training_step_is_nested_as_it_runs(tmp_path):
     ]
 
 
-def test_an_error_passes_and_closes_the_range(tmp_path):
-    def fails():
-        with pytest.raises(KeyError), annotate("outer"):
-            raise KeyError
-        with annotate("after"):
-            pass
-
-    with core_ranges.enabled():
-        assert ranges_of(fails, tmp_path) == ["outer", "after"]
-
-
 def test_ranges_are_on_in_the_block_and_its_thread_alone(tmp_path):
     def mark(name):
         with annotate(name):

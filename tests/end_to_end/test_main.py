@@ -75,6 +75,8 @@ def raising(error):
         ("python benchmark --help >/dev/full", 2, "error: No space left on device\n"),
         ("set -o pipefail; python long | head -1", 141, "line 0\n"),
         ("set -o pipefail; python train --help | true", 141, ""),
+        # another pipe is an error like any other
+        ("python broken", 2, "error: Broken pipe\n"),
     ],
 )
 def test_any_standard_stream_takes_any_text(tmp_path, redirection, code, said):
@@ -90,8 +92,10 @@ def started():
 def long():
     for number in range(100_000):
         print("line", number)
+def broken():
+    raise BrokenPipeError(32, "Broken pipe")
 command_line.COMMANDS["benchmark x"] = command_line.Command("\u2713 \u00d7", print)
-for function in (started, long):
+for function in (started, long, broken):
     command_line.COMMANDS[function.__name__] = command_line.Command("", function)
 words = [word.replace("nonsense", "nonsense\u2713") for word in sys.argv[1:]]
 sys.exit(command_line.main(words))
