@@ -77,7 +77,7 @@ def test_an_exercise_whose_check_was_overwritten_or_removed_stays_in_the_table(
     cells = [new_code_cell(source) for source in (SET_UP, *TAMPERED)]
     nbformat.write(new_notebook(cells=cells), folder / "01_topic.ipynb")
     answers = exercise_report.answers_in(folder / "01_topic.ipynb")
-    assert {answer.exercise: answer.result for answer in answers} == {
+    assert {answer["exercise"]: answer["result"] for answer in answers} == {
         "merge_pairs": "missing",
         "split_gpt4": "tampered",
         "merge": "missing",
