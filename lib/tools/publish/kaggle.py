@@ -19,9 +19,9 @@ import os
 import re
 import shutil
 import subprocess
-import tarfile
 import tempfile
 import time
+import zipfile
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -152,14 +152,10 @@ def extract_commit(root: Path, folder: Path) -> None:
     for name in filter(None, changed.split("\0")):
         print(f"bundled as it is committed, without your changes: {name}", flush=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    command = [*GIT, str(root), "archive", "HEAD"]
+    command = [*GIT, str(root), "archive", "--format=zip", "HEAD"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True)
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        # links could lead anywhere
-        files = [member for member in archive if member.isreg()]
-        # Python 3.11 has no filters before 3.11.4, and needs none for these
-        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-        archive.extractall(folder, files)
+    # a link becomes a file that only names its target
+    zipfile.ZipFile(io.BytesIO(done.stdout)).extractall(folder)
 
 
 def write_dataset(folder: Path, committed: Path, commit: str | None) -> None:

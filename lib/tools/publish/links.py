@@ -17,7 +17,7 @@ FILES = "workbook"
 # Files that become pages; others are copied.
 PAGES = (".md", ".py", ".cu", ".cuh")
 # Links to those files in a page.
-TARGET = re.compile(rf'(?:href|src)="(?:\.\./)*{FILES}/([^"#?]+)')
+TARGET = re.compile(rf'href="(?:\.\./)*{FILES}/([^"#?]+)')
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Renderer(IPythonRenderer):
     """Markdown as HTML: formulas as MathML, links within the report, headings with anchors."""
 
     def __init__(self, links: Links | None = None, **options: Any) -> None:
-        super().__init__(escape=False, anchor_link_text="#", **options)
+        super().__init__(escape=False, anchor_link_text="#", embed_images=True, **options)
         self.links = links
         # level, id and text of each
         self.headings: list[tuple[int, str, str]] = []
@@ -194,12 +194,8 @@ class Renderer(IPythonRenderer):
         return f'{text} <span title="{again}">(not in this report)</span>' if again else text
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
-        if self.links and not self.embed_images:
-            # a picture from elsewhere would ask the network
-            if "://" in url:
-                return text
-            url = self.links.resolve(url) or url
-        return super().image(text, url, title)
+        # a picture from elsewhere would ask the network
+        return text if "://" in url else super().image(text, url, title)
 
     def _src_to_base64(self, src: str) -> str | None:
         # nbconvert's takes nothing from above the notebook's folder; the limit is the workbook
@@ -242,7 +238,6 @@ class _Exporter(HTMLExporter):
         renderer = Renderer(
             self.links,
             attachments=context.get("cell", {}).get("attachments", {}),
-            embed_images=True,
             path=str(self.links.source),
         )
         rendered = MarkdownWithMath(renderer=renderer).render(source)
