@@ -1,6 +1,6 @@
 """In a browser: a notebook runs in JupyterLab and its slider moves a figure; the report is whole.
 
-Each test leaves a picture of what it saw in artifacts/screenshots.
+A test that fails leaves a picture of what it saw in artifacts/screenshots.
 """
 
 import functools
@@ -33,16 +33,12 @@ class View:
     console: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def screenshot(self, suffix: str = "") -> Path:
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        path = SCREENSHOTS / f"{self.name.replace('/', '_')}{suffix}.png"
-        self.tab.screenshot(path=path)
-        return path
-
     def evidence(self) -> str:
         """What the page looks like and has said, for the report of a failed test."""
-        lines = self.console or ["nothing on the console"]
-        return "\n".join([f"picture: {self.screenshot('_failed')}", *lines])
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        path = SCREENSHOTS / f"{self.name.replace('/', '_')}.png"
+        self.tab.screenshot(path=path)
+        return "\n".join([f"picture: {path}", *(self.console or ["nothing on the console"])])
 
 
 @contextmanager
@@ -158,12 +154,10 @@ def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
             break
     assert has_focus, "the Tab key does not reach the slider"
     first = cell.evaluate(PICTURE)
-    lab.screenshot("_before")
     changed = f"([cell, first]) => ![undefined, first].includes(({PICTURE})(cell))"
     tab.keyboard.press("ArrowRight")
     tab.wait_for_function(changed, arg=[cell.element_handle(), first])
     assert min(cell.evaluate(SIZE)) > 200
-    lab.screenshot("_after")
     assert "position 1" in cell.evaluate(f"cell => {VISIBLE}.alt")
     second = cell.evaluate(PICTURE)
     tab.keyboard.press("ArrowLeft")
@@ -288,7 +282,6 @@ def test_on_a_phone_lines_of_code_stay_whole_and_the_page_as_wide_as_the_screen(
     wide = page.tab.viewport_size
     page.tab.set_viewport_size({"width": 390, "height": 844})
     try:
-        page.screenshot("_phone")
         assert page.tab.evaluate("document.documentElement.scrollWidth") == 390
         assert page.tab.evaluate(BROKEN_CODE) == []
     finally:
@@ -336,5 +329,4 @@ def test_search_finds_a_section_of_another_page_and_the_contents_mark_where_one_
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out(page, scheme):
     page.tab.emulate_media(color_scheme=scheme)
-    page.screenshot(f"_{scheme}")
     assert page.tab.evaluate(FAINT) == []
