@@ -6,8 +6,7 @@ import math
 import re
 import socket
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import pandas as pd
@@ -30,7 +29,7 @@ from lib.ddp.process_group import (
 )
 from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
 from lib.profiling.measurement import interquartile_range, start_sample
-from lib.tools.benchmarks.harness import Case, grid
+from lib.tools.benchmarks.harness import Case, grid, sampling
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
 from lib.tools.benchmarks.sections import Report, newest, table
 
@@ -135,19 +134,14 @@ def communication_groups(
         ranks=ranks,
         hosts=len(hosts),
         backend=backend,
-        warmup=config.warmup,
-        samples=config.samples,
-        max_seconds=config.max_seconds,
+        **sampling(config),
     )
     return [[case] for case in cases]
 
 
-def measure_group(
-    group: Group, config: CommunicationBenchmarkConfig, failed: Path | None
-) -> Iterator[dict[str, Any]]:
-    """Measure one row; where one rank runs out of memory, all raise."""
-    [case] = group
-    yield measure_collective(case)
+def measure_group(group: Group, config: CommunicationBenchmarkConfig) -> list[dict[str, Any]]:
+    """The figures of one row."""
+    return [measure_collective(group[0])]
 
 
 def measure_collective(case: Case) -> dict[str, Any]:

@@ -1,25 +1,7 @@
 """The harness of all benchmarks: cases are measured one after another, and each leaves a record.
 
 A benchmark is the settings that become its flags, a table of cases and a function that measures
-one. This is a whole one, and a line in `lib.__main__.COMMANDS` makes it a command:
-
-    @settings
-    class SoftmaxConfig(SamplingConfig):
-        '''Softmax by size.'''
-
-        columns: tuple[PositiveInt, ...] = (1024, 65536)
-        '''Numbers in a row.'''
-
-    def cases(config: SoftmaxConfig, device: torch.device) -> list[Case]:
-        return grid(columns=config.columns, kernel=("eager", "compiled"), **sampling(config))
-
-    def measure_case(case: Case, config: SoftmaxConfig, device: torch.device) -> dict[str, Any]:
-        x = torch.randn(1024, case.columns, device=device)
-        softmax = torch.compile(torch.softmax) if case.kernel == "compiled" else torch.softmax
-        return measure(lambda: softmax(x, -1), device=device, **sampling(case)).figures()
-
-    COLUMNS = {"columns": "columns", "kernel": "kernel", "median_ms": "median (ms)"}
-    benchmark_softmax = Benchmark(Report("softmax", "Softmax", COLUMNS), cases, measure_case)
+one; `.github/CONTRIBUTING.md` has a whole one.
 """
 
 from __future__ import annotations
@@ -33,7 +15,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from modulefinder import ModuleFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,7 +135,6 @@ class Benchmark:
             config.output / f"{self.report.stem}.jsonl",
             cases if are_groups else [[case] for case in cases],
             measure,
-            code=code_version(self.measure.__module__),
             line=self.report.line,
             seed=config.seed,
             device=device,
@@ -208,7 +188,6 @@ def run_sweep(
     groups: Iterable[Sequence[Case]],
     measure: Callable[[Sequence[Case]], Iterable[Mapping[str, Any]]],
     *,
-    code: str,
     line: Callable[[Record], str] | None = None,
     seed: int | None = None,
     device: torch.device | str | None = None,
@@ -220,8 +199,8 @@ def run_sweep(
     The cases of a group are measured in one call, such as candidates that are interleaved. A group
     is skipped if all its cases have a record, so the same call resumes an interrupted sweep; a case
     that has failed is not tried again. A record counts if it was made on the same device, with the
-    same versions, number of threads, seed and `code`. If another process sweeps into the same file,
-    this one waits for it and then measures only what is left.
+    same versions, number of threads, seed and code of `lib`. If another process sweeps into the
+    same file, this one waits for it and then measures only what is left.
 
     Args:
         measure: group -> the figures of its cases, in their order.
@@ -234,6 +213,7 @@ def run_sweep(
     """
     from tqdm import tqdm
 
+    code = code_version()
     # fail now if the file cannot be written, not after the first measurement
     path = Path(path)
     make_folder(path.parent)
@@ -334,22 +314,10 @@ def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Rec
     return [*same, *records]
 
 
-def code_version(module: str, root: Path = ROOT) -> str:
-    """Hash a module of `lib` and every module of `lib` that it imports, also inside functions.
-
-    Args:
-        module: such as `lib.tools.benchmarks.step`. One outside `lib` gets the hash of all of it.
-
-    Returns:
-        Twelve hex digits, which change when one of these files does.
-    """
-    paths = set((root / "lib").rglob("*.py"))
-    if module.startswith("lib."):
-        # with this search path it finds modules of `lib` only
-        finder: Any = ModuleFinder(path=[str(root)])
-        finder.import_hook(module)
-        paths = {Path(found.__file__) for found in finder.modules.values() if found.__file__}
+def code_version(root: Path = ROOT) -> str:
+    """Hash the code of `lib`: twelve hex digits that change when one of its files does."""
     digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    for path in sorted((root / "lib").rglob("*.*")):
+        if path.suffix in (".py", ".cu", ".cuh"):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

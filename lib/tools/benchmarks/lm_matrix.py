@@ -6,9 +6,9 @@ rank trains alone, in a group of its own, while the others do the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
@@ -32,7 +32,7 @@ from lib.tools.benchmarks.rank_training import (
     compared_steps,
     training_case,
 )
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark, fail
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark, blame
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
 from lib.tools.benchmarks.sections import Chart, Report, section, table, to_rows
 
@@ -134,19 +134,14 @@ def matrix_groups(config: LmMatrixConfig, ranks: int, backend: str) -> list[Grou
     ]
 
 
-def measure_wrappers(
-    group: Group, config: LmMatrixConfig, failed: Path | None
-) -> Iterator[dict[str, Any]]:
+def measure_wrappers(group: Group, config: LmMatrixConfig) -> Iterator[dict[str, Any]]:
     """The figures of the wrappers of one kernel, with losses beside those of one process."""
     groups = make_groups(config.timeout)
-    try:
+    reference: list[float] = []
+    # where the kernel does not run, each training says so
+    with contextlib.suppress(ValueError), blame(group[0]):
         reference = reference_losses(group[0], config, groups)
-    except ValueError:
-        # the kernel does not run here, which each training says
-        reference = []
-    except Exception as error:
-        fail(failed, group[0], error)
-    rows = interleave(group, config, groups, failed)
+    rows = interleave(group, config, groups)
     further = compare_with_none(rows)
     for case in group:
         row = rows[case.wrapper]

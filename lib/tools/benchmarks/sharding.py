@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
@@ -146,11 +145,9 @@ def sharding_groups(config: ShardingConfig, ranks: int, backend: str) -> list[Gr
     return groups
 
 
-def measure_methods(
-    group: Group, config: RanksTrainingConfig, failed: Path | None
-) -> Iterator[dict[str, Any]]:
+def measure_methods(group: Group, config: RanksTrainingConfig) -> Iterator[dict[str, Any]]:
     """The figures of the methods of one model, compared with those of `flashddp`."""
-    rows = interleave(group, config, make_groups(config.timeout), failed)
+    rows = interleave(group, config, make_groups(config.timeout))
     further = compare_with_base(rows)
     for case in group:
         yield {**rows[case.method], **further.get(case.method, {})}

@@ -23,7 +23,6 @@ from lib.data.stories import generate_stories
 from lib.tools.benchmarks.harness import (
     BenchmarkConfig,
     Case,
-    code_version,
     finish,
     grid,
     run_sweep,
@@ -157,7 +156,6 @@ def benchmark_tokenizer(config: TokenizerBenchmarkConfig) -> list[Record]:
             config.output / "tokenizer_benchmark.jsonl",
             tokenizer_groups(config),
             measure,
-            code=code_version(__name__),
             line=REPORT.line,
             seed=config.seed,
             packages=PEERS,

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import lib.tools.benchmarks.attention as benchmark
 from lib.core.allocator import free_memory
 from lib.core.records import read_records
-from lib.tools.benchmarks import harness
 from lib.tools.benchmarks.attention import (
     SWEEP_KERNELS,
     AttentionBenchmarkConfig,
@@ -123,7 +122,7 @@ def fail_to_measure(*_):
     pytest.fail("measured")
 
 
-def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path, monkeypatch):
+def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path):
     config = AttentionBenchmarkConfig(
         kernels=("scaled_dot_prod_attention", *CASE.kernels, "sdpa", "sdpa_cudnn"),
         custom_tiers=("32:32", "16:64"),
@@ -162,7 +161,6 @@ def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path, monkeypatc
 
     # a second run measures nothing
     failing = dataclasses.replace(benchmark_attention, measure=fail_to_measure)
-    monkeypatch.setattr(harness, "code_version", lambda _: records[0]["code"])
     assert failing(config) == records
     assert len(read_records(tmp_path / "attention_sweep.jsonl")) == len(records)
 

@@ -96,7 +96,7 @@ def interleaved(monkeypatch):
         monkeypatch.setattr(module, "fits_together", lambda *_: fits)
         monkeypatch.setattr(module, "gather_objects", lambda value: [value])
         config = LmMatrixConfig(timed_epochs=3, trace_steps=0)
-        return Recorded(cases, config, types.SimpleNamespace(hosts=None), None)
+        return Recorded(cases, config, types.SimpleNamespace(hosts=None))
 
     return make
 
