@@ -58,7 +58,6 @@ def test_settings_that_do_not_fit_the_machine_are_refused(config):
 def test_given_settings_win_over_defaults():
     [case, *_] = cases_of(LmMatrixConfig, on_gpu=True, tr_batch_size=5, dtype="float32")
     assert (case.tr_batch_size, case.ranks, case.backend, case.model) == (5, 2, "nccl", "matrix")
-    assert cases_of(ShardingConfig, tr_batch_size=5)[0].tr_batch_size == 5
     on_gpus = cases_of(ShardingConfig, on_gpu=True, dtype="float32")
     assert {case.model for case in on_gpus} == {"large", "xl"}
     assert {case.wrapper for case in cases_of(LmMatrixConfig)} == set(DDP_WRAPPERS)
@@ -155,23 +154,19 @@ SEVERAL = ("flashddp", "zero1", "torch_ddp+torch_zero", "fsdp2")
 @pytest.mark.parametrize(
     ("memory_gb", "settings", "fits"),
     [
-        (140, {"model": "large"}, True),
-        (75, {"model": "large"}, False),
-        (140, {"model": "xl"}, False),
-        (120, {"model": "medium", "tr_batch_size": 64}, True),
+        (130, {"models": ("large",)}, True),
+        (110, {"models": ("large",)}, False),
         # graphs keep the memory that their steps work in
-        (120, {"model": "medium", "tr_batch_size": 64, "cuda_graph": True}, False),
+        (50, {"models": ("medium",), "methods": SEVERAL}, True),
+        (50, {"models": ("medium",), "methods": SEVERAL, "cuda_graph": True}, False),
         # sharded ones need less
-        (150, {"methods": SEVERAL}, True),
-        (80, {"methods": SEVERAL}, False),
-        (150, {"methods": tuple(SHARDING_METHODS)}, False),
+        (150, {"models": ("xl",), "methods": SEVERAL}, True),
+        (80, {"models": ("xl",), "methods": SEVERAL}, False),
+        (150, {"models": ("xl",)}, False),
     ],
 )
 def test_models_are_held_together_only_where_they_fit(memory_gb, settings, fits):
-    config, more = LmMatrixConfig, {"kernels": ("sdpa",)}
-    if "methods" in settings:
-        config, more = ShardingConfig, {"models": ("xl",)}
-    cases = cases_of(config, on_gpu=True, dtype="bfloat16", **more | settings)
+    cases = cases_of(ShardingConfig, on_gpu=True, dtype="bfloat16", **settings)
     assert fits_together(cases, memory_gb * 1e9) == fits
 
 

@@ -3,8 +3,6 @@
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from lib.__main__ import COMMANDS, config_of, load, main
 from lib.core import hardware
 from lib.core.files import ROOT
