@@ -27,13 +27,19 @@ from lib.ddp.process_group import (
     rank,
     reduce_scatter,
 )
-from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
+from lib.profiling.collectives import (
+    COLLECTIVES,
+    Collective,
+    Link,
+    bus_bandwidth_gbs,
+    fit_link,
+    predicted_ms,
+)
 from lib.profiling.measurement import interquartile_range, start_sample
 from lib.tools.benchmarks.harness import Case, grid, sampling
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
 from lib.tools.benchmarks.sections import Report, newest, table
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10
 LARGEST_BYTES = {"nccl": 2**30, "gloo": 2**26}
@@ -270,7 +276,7 @@ def communication_frame(records: Sequence[Record]) -> pd.DataFrame:
     frame = to_frame(newest(records)).reindex(columns=_fields(records))
     frame["group"] = [group_name(row) for _, row in frame.iterrows()]
     frame["size"] = frame["num_bytes"].map(size_name)
-    frame["place"] = frame["collective"].map(get_args(Collective).index)
+    frame["place"] = frame["collective"].map(COLLECTIVES.index)
     frame = frame.sort_values(["group", "place", "num_bytes"]).drop(columns="place")
     for _, rows in frame.groupby(["group", "collective"], sort=False):
         link = fitted_link(rows)
