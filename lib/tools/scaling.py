@@ -142,13 +142,9 @@ def _trainings(
     """A training for each method; made as for a CPU, since a prediction is made without GPUs."""
     batch = config.tr_batch_size or SEQUENCES.get(model, 32)
     given = dataclasses.replace(config, tr_batch_size=batch, backend=None)
-    shape = model_preset(model)
-    shape = dataclasses.replace(shape, context_length=config.context_length or shape.context_length)
     found = []
     for method in methods:
-        wrapper = SHARDING_METHODS.get(method, {}).get("ddp_wrapper", method)
-        names = {"model": model, "method": method, "wrapper": wrapper}
-        case = training_case(given, shape, ranks, "gloo", **names)
+        case = training_case(given, model, "sdpa", ranks, "gloo", method=method)
         found.append(Case(**vars(case) | {"backend": backend}))
     return found
 

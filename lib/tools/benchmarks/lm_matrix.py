@@ -7,7 +7,6 @@ rank trains alone, in a group of its own, while the others do the same.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -16,7 +15,7 @@ import pandas as pd
 from lib.core.allocator import free_memory
 from lib.core.settings import NonEmpty, settings
 from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
-from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
+from lib.model.config import AttentionKernel, PresetName
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
     Groups,
@@ -26,7 +25,6 @@ from lib.tools.benchmarks.interleaved import (
     time_ratio,
 )
 from lib.tools.benchmarks.rank_training import (
-    SIZES,
     RanksTrainingConfig,
     Training,
     compared_steps,
@@ -91,21 +89,6 @@ class LmMatrixConfig(RanksTrainingConfig):
     model: PresetName | None = None
     """Model preset, such as `small`; `tiny` by default on a CPU, `matrix` on GPUs."""
 
-    d_model: int | None = None
-    """Width of the residual stream; the preset's by default, like the sizes below."""
-
-    d_ff: int | None = None
-    """Inner width of SwiGLU."""
-
-    num_layers: int | None = None
-    """Transformer blocks."""
-
-    num_heads: int | None = None
-    """Attention heads."""
-
-    vocab_size: int | None = None
-    """Token ids."""
-
     defaults: ClassVar[dict[str, tuple[Any, Any]]] = {
         "model": ("tiny", "matrix"),
         "kernels": (CPU_KERNELS, GPU_KERNELS),
@@ -113,21 +96,13 @@ class LmMatrixConfig(RanksTrainingConfig):
         "steps_per_epoch": (3, 20),
     }
 
-    def shape(self, kernel: AttentionKernel, backend: str) -> ModelConfig:
-        """The model, with an attention kernel."""
-        given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
-        preset = model_preset(self.given("model", backend))
-        return dataclasses.replace(preset, attention_kernel=kernel, **given)
-
 
 def matrix_groups(config: LmMatrixConfig, ranks: int, backend: str) -> list[Group]:
     """A group of wrappers for each kernel."""
     model = config.given("model", backend)
     return [
         [
-            training_case(
-                config, config.shape(kernel, backend), ranks, backend, model=model, wrapper=wrapper
-            )
+            training_case(config, model, kernel, ranks, backend, wrapper=wrapper)
             for wrapper in config.wrappers
         ]
         for kernel in config.given("kernels", backend)

@@ -6,7 +6,6 @@ in a group of its own, while the others do the same.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -130,19 +129,14 @@ class ShardingConfig(RanksTrainingConfig):
 
 def sharding_groups(config: ShardingConfig, ranks: int, backend: str) -> list[Group]:
     """A group of methods for each model."""
-    groups: list[Group] = []
-    for model in config.given("models", backend):
-        preset = model_preset(model)
-        length = config.context_length or preset.context_length
-        kernel = config.attention_kernel
-        shape = dataclasses.replace(preset, context_length=length, attention_kernel=kernel)
-        group = [
-            training_case(config, shape, ranks, backend, model=model, method=name, wrapper=wrapper)
-            for name in config.methods
-            for wrapper in [SHARDING_METHODS[name].get("ddp_wrapper", name)]
+    kernel = config.attention_kernel
+    return [
+        [
+            training_case(config, model, kernel, ranks, backend, method=method)
+            for method in config.methods
         ]
-        groups.append(group)
-    return groups
+        for model in config.given("models", backend)
+    ]
 
 
 def measure_methods(group: Group, config: RanksTrainingConfig) -> Iterator[dict[str, Any]]:

@@ -9,9 +9,7 @@ from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.lm_matrix import LmMatrixConfig, matrix_groups
 from lib.tools.benchmarks.sharding import sharding_groups
 
-SIZES = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
 SMALL = {
-    **SIZES,
     "context_length": 16,
     "tr_batch_size": 2,
     "epochs": 3,

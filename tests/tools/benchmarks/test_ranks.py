@@ -14,6 +14,7 @@ from lib.data.batches import BatchSampler
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import barrier, rank
 from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
+from lib.model.config import MODEL_PRESETS
 from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer import flat_slices
 from lib.tools.benchmarks import interleaved as module
@@ -41,7 +42,7 @@ from lib.tools.benchmarks.rank_training import (
 )
 from lib.tools.benchmarks.ranks import RanksBenchmark
 from lib.tools.benchmarks.sharding import ShardingConfig, sharding_groups
-from tests.tools.benchmarks.rank_benchmarks import SIZES, SMALL, cases_of
+from tests.tools.benchmarks.rank_benchmarks import SMALL, cases_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 BOTH = pytest.mark.parametrize("config", [LmMatrixConfig, ShardingConfig])
@@ -207,9 +208,8 @@ def test_memory_full_on_one_rank_ends_its_training_and_no_other(tmp_path, monkey
 
 
 def test_settings_that_are_refused_leave_no_file(tmp_path):
-    settings = SMALL | {"d_model": 100, "num_heads": 3, "output": tmp_path / "new"}
-    with pytest.raises(ValueError, match="d_model"):
-        benchmark_lm_matrix(LmMatrixConfig(kernels=("sdpa",), **settings))
+    with pytest.raises(ValueError, match="cuda_graph must be False on a CPU"):
+        benchmark_lm_matrix(LmMatrixConfig(cuda_graph=True, output=tmp_path / "new", **SMALL))
     assert not (tmp_path / "new").exists()
 
 
@@ -262,7 +262,7 @@ def test_wrappers_train_as_one_process_on_the_batches_of_all_ranks(tmp_path):
             continue
         reference = figures["reference_losses"]
         assert len(reference) == SMALL["epochs"] * SMALL["steps_per_epoch"]
-        assert reference[0] == pytest.approx(math.log(SIZES["vocab_size"]), rel=0.1)
+        assert reference[0] == pytest.approx(math.log(MODEL_PRESETS["tiny"].vocab_size), rel=0.1)
         # the comparison says something only if the model learns
         assert reference[-1] < reference[0] - 0.02
         assert figures["losses"] == pytest.approx(reference, abs=1e-5)
@@ -299,7 +299,7 @@ def test_settings_reach_the_training(case):
     assert settings.cuda_graph
     assert {name: getattr(settings, name) for name in changes} == changes
     assert (settings.ddp_wrapper, settings.model.attention_kernel) == ("flat", "sdpa")
-    assert {name: getattr(settings.model, name) for name in SIZES} == SIZES
+    assert settings.model.context_length == SMALL["context_length"]
     assert (settings.batch_size, settings.gradient_accumulation_steps) == (2, 3)
     for method, fields in SHARDING_METHODS.items():
         [case] = cases_of(ShardingConfig, methods=(method,))
@@ -366,8 +366,7 @@ def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
 @pytest.mark.usefixtures("quick_ranks")
 def test_no_collective_is_under_way_when_a_profiler_stops():
     # gloo's threads would write into a log that is freed, and the process might die
-    settings = {name: value for name, value in SMALL.items() if name not in SIZES}
-    config = ShardingConfig(models=("tiny",), methods=("zero1",), **settings)
+    config = ShardingConfig(methods=("zero1",), **SMALL)
     [[case]] = sharding_groups(config, 2, "gloo")
     assert (
         launch(trace_with_a_late_rank, 2, case, config, backend="gloo", timeout=60)

@@ -203,7 +203,7 @@ def test_who_needs_every_training_is_told_which_failed_and_why():
 
 def test_each_setting_has_a_title_of_its_own():
     changes = {"dtype": "float16", "tr_batch_size": 3, "context_length": 8, "ranks": 4}
-    changes |= {"cuda_graph": True, "low_precision_weights": True, "model": "small", "d_ff": 64}
+    changes |= {"cuda_graph": True, "low_precision_weights": True, "model": "small"}
     changes |= {"bucket_size_mb": 1.0, "compile": True, "backend": "gloo"}
     [case, *_] = cases_of(LmMatrixConfig, on_gpu=True, **rank_benchmarks.SMALL)
     cases = [case, *(Case(**vars(case) | {name: value}) for name, value in changes.items())]
