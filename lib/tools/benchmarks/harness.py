@@ -103,6 +103,9 @@ class Benchmark:
     summary: Callable[[list[Record]], str] | None = None
     """Records -> what is printed at the end."""
 
+    packages: tuple[str, ...] = ()
+    """Whose versions a record names, too, where they are installed."""
+
     def __call__(self, config: Any) -> list[Record]:
         """Measure the cases of `config` without a record; write tables and figures.
 
@@ -114,7 +117,7 @@ class Benchmark:
         Raises:
             ValueError: none of the cases could be measured.
         """
-        device = pick_device(config.device)
+        device = pick_device(getattr(config, "device", "cpu"))
         if device.type == "cpu":
             keep_freed_memory()
         cases = self.cases(config, device)
@@ -138,6 +141,7 @@ class Benchmark:
             line=self.report.line,
             seed=config.seed,
             device=device,
+            packages=self.packages,
             restart=config.restart,
         )
         finish(self.report, records, config.output)
