@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -257,11 +257,7 @@ def measure_case(
     repeats = functorch.patch(donated_buffer=False)
     with numerics(tf32=False, deterministic=False), repeats:
         for group in groups(case, device):
-            fitting = [kernel for kernel in group if _fits_memory(case, kernel, device)]
-            results |= {kernel: {"status": "oom", "was_tried": False} for kernel in group}
-            prepare = _prepare_graph if case.in_graph else _prepare
-            candidates = {name: functools.partial(prepare, name, case, inputs) for name in fitting}
-            results |= measure_right(case, candidates, device)
+            results |= measure_group(group, case, inputs, device)
     return {"kernels": {kernel: results[kernel] for kernel in case.kernels}}
 
 
@@ -286,31 +282,29 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> tuple[Tensor, ..
     return *leaves, grad_out
 
 
-def measure_right(
-    case: Case,
-    candidates: Mapping[str, Callable[[], tuple[Function, dict[str, Any]]]],
-    device: torch.device,
+def measure_group(
+    kernels: Sequence[str], case: Case, inputs: tuple[Tensor, ...], device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Check each candidate, then interleave the ones that are right; return their figures.
+    """Check each kernel, then interleave the ones that are right; return their figures.
 
-    Args:
-        candidates: name -> a function that returns the function to measure and first figures, among
-            them the `error`. If it raises, the candidate is `oom`, or `unsupported` if a peer.
+    One that raises is `oom`, or `unsupported` if it is a peer.
     """
+    prepare = _prepare_graph if case.in_graph else _prepare
     results, functions = {}, {}
-    for name, prepare in candidates.items():
+    for name in kernels:
+        if not _fits_memory(case, name, device):
+            results[name] = {"status": "oom", "was_tried": False}
+            continue
         try:
-            function, figures = prepare()
+            function, figures = prepare(name, case, inputs)
         except Exception as error:
             results[name] = _failure(name, error)
             free_memory(error)
             continue
         error = figures["error"]
         status = "ok" if error <= LARGEST_ERROR else "wrong"
-        results[name] = figures | {
-            "status": status,
-            "error": error if math.isfinite(error) else None,
-        }
+        error = error if math.isfinite(error) else None
+        results[name] = figures | {"status": status, "error": error}
         if status == "ok":
             functions[name] = function
     for name, measured in zip(functions, _interleave(list(functions.values()), case, device)):
@@ -394,7 +388,7 @@ def _failure(kernel: str, error: Exception) -> dict[str, Any]:
     """The figures of a kernel that raised `error`; re-raises what is a bug of ours."""
     if is_out_of_memory(error):
         return {"status": "oom"}
-    if kernel not in (*LIMITED, "cudnn", "vectorized_torch_compiled"):
+    if kernel not in (*LIMITED, "vectorized_torch_compiled"):
         raise error
     return {"status": "unsupported", "reason": one_line(error)[:REASON_LENGTH]}
 

@@ -273,7 +273,9 @@ def group_name(row: Mapping[str, Any]) -> str:
 
 def communication_frame(records: Sequence[Record]) -> pd.DataFrame:
     """The newest records, small sizes first, beside the time of the formula that fits them."""
-    frame = to_frame(newest(records)).reindex(columns=_fields(records))
+    frame = to_frame(newest(records))
+    # those that no record has, too
+    frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *COLUMNS])))
     frame["group"] = [group_name(row) for _, row in frame.iterrows()]
     frame["size"] = frame["num_bytes"].map(size_name)
     frame["place"] = frame["collective"].map(COLLECTIVES.index)
@@ -288,11 +290,6 @@ def communication_frame(records: Sequence[Record]) -> pd.DataFrame:
             frame.loc[index, "predicted_ms"] = predicted
             frame.loc[index, "formula_over_measured"] = predicted / row["median_ms"]
     return frame.where(frame.notna(), None)
-
-
-def _fields(records: Sequence[Record]) -> list[str]:
-    """The columns of a frame, those that no record has too."""
-    return list(dict.fromkeys([*to_frame(records).columns, *COLUMNS]))
 
 
 def fitted_link(rows: pd.DataFrame) -> Link | None:
