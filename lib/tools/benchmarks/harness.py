@@ -230,7 +230,9 @@ def run_sweep(
         return json.loads(json.dumps(made | {"code": code, "threads": torch.get_num_threads()}))
 
     here = record_of({})
-    groups = [list(group) for group in groups]
+    groups = [{_key(vars(case)): case for case in group} for group in groups]
+    cases = {key: case for group in groups for key, case in group.items()}
+    names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
     with lock_file(path):
         # keep the records of this machine and this code
         records = read_records(path)
@@ -238,34 +240,27 @@ def run_sweep(
         same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
         found = {_key(record["config"]): record for record in same}
 
-        left: list[list[Case]] = []
+        left: list[list[str]] = []
         wanted: set[str] = set()
         for group in groups:
             # a case that is asked for twice is measured once
-            cases = {_key(vars(case)): case for case in group}
-            cases = {key: case for key, case in cases.items() if key not in wanted}
-            wanted |= cases.keys()
-            failed = [key for key in cases if key in found and has_failed(found[key])]
-            if not cases.keys() <= found.keys():
-                left.append([case for key, case in cases.items() if key not in failed])
-        total = len(wanted)
-        log.info("%d of %d rows to measure, into %s", sum(map(len, left)), total, path)
-        done = total - sum(map(len, left))
-        texts = iter(differences([vars(case) for group in left for case in group]))
-        progress = {"total": total, "initial": done, "unit": "row"}
+            keys = [key for key in group if key not in wanted]
+            wanted.update(keys)
+            if not found.keys() >= set(keys):
+                left.append([key for key in keys if key not in found or not has_failed(found[key])])
+        count = sum(map(len, left))
+        log.info("%d of %d rows to measure, into %s", count, len(cases), path)
+        progress = {"total": len(cases), "initial": len(cases) - count, "unit": "row"}
         with tqdm(**progress, **bar_size(), disable=None, leave=False) as bar:
-            for group in left:
-                names = [next(texts) for _ in group]
-                bar.set_description_str(names[0])
-                for case, name, figures in zip(group, names, measure(group)):
-                    record = record_of(figures, case)
-                    append_record(path, record)
-                    found[_key(record["config"])] = record
+            for keys in left:
+                bar.set_description_str(names[keys[0]])
+                for key, figures in zip(keys, measure([cases[key] for key in keys])):
+                    found[key] = record_of(figures, cases[key])
+                    append_record(path, found[key])
                     bar.update()
                     if line:
-                        bar.write(": ".join(filter(None, (name, line(record)))))
-    keys = dict.fromkeys(_key(vars(case)) for group in groups for case in group)
-    return [found[key] for key in keys]
+                        bar.write(": ".join(filter(None, (names[key], line(found[key])))))
+    return [found[key] for key in cases]
 
 
 def has_failed(record: Record) -> bool:

@@ -130,14 +130,11 @@ def dtype_of(case: Case) -> torch.dtype:
 def expect_step(case: Case, device: torch.device) -> dict[str, Any]:
     """The figures of a case that are known before it is measured."""
     predicted = predicted_memory(case, device)
-    figures: dict[str, Any] = {
+    return {
         "parameters": num_parameters(shape_of(case)),
         "flops": _flops_per_token(case) * case.batch_size * case.seq_len,
         "predicted_memory_gb": predicted and predicted / 1e9,
     }
-    if predicted is None:
-        figures["not_predicted"] = f"the compiler decides what {case.attention_kernel} keeps"
-    return figures
 
 
 def measure_step(case: Case, config: StepBenchmarkConfig, device: torch.device) -> dict[str, Any]:
