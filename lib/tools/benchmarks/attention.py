@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -70,36 +69,6 @@ CPU_SIZES = ((64,), 1024, 256)
 GPU_SIZES = ((64, 128), 16384, 2048)
 DIRECTIONS = ("forward", "backward")
 
-# What `targets` measures beyond the sweep: naive attention, float32, and a million tokens.
-NAIVE_TOO = ("flash_attention_triton", "vectorized_torch", "sdpa")
-ONE_SEQUENCE = {"batch_size": 1, "heads": 12, "head_dims": (64,)}
-TARGETS: tuple[dict[str, Any], ...] = (
-    {
-        "custom_tiers": ("8192:8192", "16384:16384"),
-        "kernels": NAIVE_TOO,
-        "masks": ("causal", "full"),
-        "backward": False,
-        **ONE_SEQUENCE,
-    },
-    {
-        "custom_tiers": ("1024:1024", "2048:2048", "4096:4096", "8192:8192"),
-        "kernels": NAIVE_TOO,
-        "masks": ("causal", "full"),
-        "backward": True,
-        "dtype": "float32",
-        "batch_size": None,
-        "heads": None,
-        "head_dims": (64, 128),
-    },
-    {
-        "custom_tiers": ("262144:262144", "1048576:1048576"),
-        "kernels": NAIVE_TOO[:1],
-        "masks": ("causal",),
-        "backward": True,
-        **ONE_SEQUENCE,
-    },
-)
-
 # These keep the scores for the backward pass; two of them at a time may not fit.
 HOLD_SCORES = ("vectorized_torch", "vectorized_torch_compiled", "sdpa_math")
 # These launch thousands of small kernels, more slowly than a GPU runs them. The kernel measured
@@ -133,9 +102,6 @@ class AttentionBenchmarkConfig(SamplingConfig):
 
     backward: bool = False
     """Measure the backward pass too."""
-
-    targets: bool = False
-    """Measure naive attention, float32 and a million tokens too (GPU only)."""
 
     cuda_graphs: bool = False
     """Replay each call from a CUDA graph, so that the host does not count (GPU only)."""
@@ -188,16 +154,15 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     launches the kernels.
 
     Raises:
-        ValueError: a kernel is unknown, the device lacks the dtype, or `targets` or `cuda_graphs`
-            is set without a GPU.
+        ValueError: a kernel is unknown, the device lacks the dtype, or `cuda_graphs` is set without
+            a GPU.
     """
     on_gpu = device.type == "cuda"
     known = ", ".join(SWEEP_KERNELS)
     for kernel in config.kernels:
         require(kernel in SWEEP_KERNELS, f"kernels must be among {known}, got {kernel!r}")
-    for name in ("targets", "cuda_graphs"):
-        is_right = on_gpu or not getattr(config, name)
-        require(is_right, f"{name} must be False without a GPU, got {device}")
+    is_right = on_gpu or not config.cuda_graphs
+    require(is_right, f"cuda_graphs must be False without a GPU, got {device}")
     head_dims, tokens, width = GPU_SIZES if on_gpu else CPU_SIZES
     tokens, width = config.tokens or tokens, config.width or width
     cases = []
@@ -222,8 +187,6 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
             heads = width // case.head_dim * min(tokens, longest) // longest
             case.heads = config.heads or max(1, heads)
         cases += found
-    for changes in TARGETS if config.targets else ():
-        cases += attention_cases(dataclasses.replace(config, targets=False, **changes), device)
     return cases
 
 

@@ -103,15 +103,6 @@ def test_flops_count_the_visible_pairs(sizes, is_causal):
     assert flops(Case(**vars(case) | {"direction": "backward"})) == 2.5 * flops(case)
 
 
-def test_targets_have_naive_attention_float32_and_a_million_tokens(gpu_with_bfloat16):
-    sweep = attention_cases(AttentionBenchmarkConfig(), CUDA)
-    cases = attention_cases(AttentionBenchmarkConfig(targets=True), CUDA)[len(sweep) :]
-    found = {(case.keys, case.dtype, case.direction, case.heads) for case in cases}
-    for direction in ("forward", "backward"):
-        assert {(2**20, "bfloat16", direction, 12), (1024, "float32", direction, 16)} < found
-    assert all("flash_attention_triton" in case.kernels for case in cases)
-
-
 def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path):
     config = AttentionBenchmarkConfig(
         kernels=("scaled_dot_prod_attention", *CASE.kernels, "sdpa", "sdpa_cudnn"),
@@ -269,7 +260,6 @@ def test_a_kernel_alone_that_takes_long_is_timed_once(max_seconds, samples):
     ("changes", "message"),
     [
         ({"kernels": ("fast",)}, "kernels must be among scaled_dot_prod_attention.* got 'fast'"),
-        ({"targets": True}, "targets must be False without a GPU, got cpu"),
         ({"cuda_graphs": True}, "cuda_graphs must be False without a GPU, got cpu"),
         ({"dtype": "float8"}, 'dtype .*"float8"'),
     ],

@@ -15,7 +15,6 @@ from lib.tools.benchmarks.attention_report import (
     targets,
 )
 from lib.tools.benchmarks.harness import Case
-from tests.tools.benchmarks.tables import rows_of
 
 # such as of a figure that is too small for its labels
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
@@ -33,6 +32,14 @@ CASE = {
     "max_seconds": 1.0,
 }
 OURS, FLEX, CUDNN = "flash_attention_triton", "flex_attention", "sdpa_cudnn"
+
+
+def rows_of(markdown: str) -> list[dict[str, str]]:
+    """The rows of the first table in a text: heading -> cell."""
+    _, _, table = f"\n{markdown}".partition("\n|")
+    lines = f"|{table}".partition("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return [dict(zip(cells[0], row)) for row in cells[2:]]
 
 
 def record(length: int, times_ms: dict | None, **changes) -> dict:
