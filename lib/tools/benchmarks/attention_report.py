@@ -46,9 +46,9 @@ def attention_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
     rows = []
     for record in records:
         config, figures = record["config"], record["figures"]
-        kernels = figures["kernels"]
-        if figures["status"] != "ok":
-            kernels = {kernel: {"status": figures["status"]} for kernel in config["kernels"]}
+        # memory may run out before any kernel is measured
+        failed = {kernel: {"status": figures["status"]} for kernel in config["kernels"]}
+        kernels = figures["kernels"] if figures["status"] == "ok" else failed
         case = {key: value for key, value in config.items() if key != "kernels"}
         mask = "causal" if config["is_causal"] else "full"
         # records made before there was the setting lack it
@@ -56,7 +56,7 @@ def attention_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
             "mask": mask,
             "in_graph": config.get("in_graph", False),
             "case": case_name(config),
-            "flops": figures["flops"],
+            "flops": figures.get("flops"),
         }
         for kernel, measured in kernels.items():
             # a graph's replay, which allocates nothing, was once measured as 0

@@ -97,9 +97,6 @@ class Benchmark:
     measure: Callable[[Any, Any, torch.device], Any]
     """(case, config, device) -> figures; of a list of cases, those of each, in order."""
 
-    expect: Callable[[Case, torch.device], Mapping[str, Any]] | None = None
-    """(case, device) -> figures known beforehand, which a case that runs out of memory has too."""
-
     summary: Callable[[list[Record]], str] | None = None
     """Records -> what is printed at the end."""
 
@@ -128,9 +125,8 @@ class Benchmark:
                 measured = self.measure(group if are_groups else group[0], config, device)
                 return measured if are_groups else [measured]
 
-            for case, found in zip(group, or_out_of_memory(figures, len(group))):
-                known = self.expect(case, device) if self.expect else {}
-                yield {"status": "ok", **known, **found}
+            for found in or_out_of_memory(figures, len(group)):
+                yield {"status": "ok", **found}
             # reference cycles would keep what these cases held
             free_memory()
 

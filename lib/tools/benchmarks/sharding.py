@@ -14,7 +14,7 @@ import pandas as pd
 
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
-from lib.model.config import ATTENTION_KERNELS, PresetName, model_preset
+from lib.model.config import AttentionKernel, PresetName, model_preset
 from lib.profiling.memory_formula import SIZES, rank_memory
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
@@ -102,7 +102,7 @@ class ShardingConfig(RanksTrainingConfig):
     recomputes every block in backward.
     """
 
-    attention_kernel: str = "sdpa"
+    attention_kernel: AttentionKernel = "sdpa"
     """Attention kernel."""
 
     loss_steps: NonNegativeInt = 10
@@ -121,10 +121,6 @@ class ShardingConfig(RanksTrainingConfig):
         super().__post_init__()
         is_known = set(self.methods) <= set(SHARDING_METHODS)
         check(self, "methods", is_known, f"names out of {', '.join(SHARDING_METHODS)}")
-        # no formula predicts what the compiler keeps
-        kernels = [name for name in ATTENTION_KERNELS if not name.endswith("_compiled")]
-        is_known = self.attention_kernel in kernels
-        check(self, "attention_kernel", is_known, f"one of {', '.join(kernels)}")
 
 
 def sharding_groups(config: ShardingConfig, ranks: int, backend: str) -> list[Group]:

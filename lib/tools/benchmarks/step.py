@@ -127,28 +127,23 @@ def dtype_of(case: Case) -> torch.dtype:
     return getattr(torch, case.dtype)
 
 
-def expect_step(case: Case, device: torch.device) -> dict[str, Any]:
-    """The figures of a case that are known before it is measured."""
+def measure_step(case: Case, config: StepBenchmarkConfig, device: torch.device) -> dict[str, Any]:
+    """Measure a case, unless it is far too large; its estimate is a figure in any case."""
     predicted = predicted_memory(case, device)
-    return {
+    figures: dict[str, Any] = {
         "parameters": num_parameters(shape_of(case)),
         "flops": _flops_per_token(case) * case.batch_size * case.seq_len,
         "predicted_memory_gb": predicted and predicted / 1e9,
     }
-
-
-def measure_step(case: Case, config: StepBenchmarkConfig, device: torch.device) -> dict[str, Any]:
-    """Measure a case, unless it is far too large."""
-    limit = (device_memory(device) or float("inf")) * TRIED_UP_TO.get(device.type, 1.0)
-    predicted = predicted_memory(case, device)
-    if predicted is not None and predicted > limit:
-        return {"status": "oom", "was_tried": False}
+    memory = (device_memory(device) or float("inf")) * TRIED_UP_TO.get(device.type, 1.0)
+    if predicted is not None and predicted > memory:
+        return figures | {"status": "oom", "was_tried": False}
     with numerics(tf32=case.tf32, deterministic=False):
         # time and memory
         step = _train_step(case, config.seed, device)
         fn = _function(step, case, config.seed)
         measured = measure(fn, device=device, **sampling(case))
-        figures = measured.figures() | {"was_tried": True}
+        figures |= measured.figures() | {"was_tried": True}
         if measured.status == "oom":
             return figures
 
@@ -275,7 +270,11 @@ def device_memory(device: torch.device) -> int | None:
 
 def step_frame(records: Sequence[Record]) -> pd.DataFrame:
     """The newest record of each case, small models first."""
-    frame = to_frame(sorted(newest(records), key=lambda record: record["figures"]["parameters"]))
+
+    def size(record: Record) -> int:
+        return num_parameters(model_preset(record["config"]["model"]))
+
+    frame = to_frame(sorted(newest(records), key=size))
     frame["precision"] = frame["dtype"].mask(frame["tf32"].map(bool), "TF32")
     return frame
 
@@ -288,4 +287,4 @@ REPORT = Report(
     by=("model", "batch_size", "precision", "compile", "attention_kernel"),
     rows=step_frame,
 )
-benchmark_step = Benchmark(REPORT, step_cases, measure_step, expect_step)
+benchmark_step = Benchmark(REPORT, step_cases, measure_step)

@@ -32,7 +32,7 @@ REFUSED = [
     (ShardingConfig, EPOCHS, "epochs must be more than timed_epochs"),
     (ShardingConfig, {"methods": ("zero3",)}, "methods must be names out of none"),
     (ShardingConfig, {"methods": ()}, "methods must be a list of at least 1"),
-    (ShardingConfig, {"attention_kernel": "vectorized_torch_compiled"}, "attention_kernel"),
+    (ShardingConfig, {"attention_kernel": "fast"}, 'attention_kernel must be one of "scaled'),
     (StepBenchmarkConfig, {"models": ("huge",)}, r"models\[0\] must be one of \"tiny\""),
     (StepBenchmarkConfig, {"modes": ()}, "modes must be"),
     (TokenizerBenchmarkConfig, {"vocab_sizes": (256,)}, r"vocab_sizes\[0\] must be more than 256"),
