@@ -56,21 +56,22 @@ def test_what_does_not_fit_the_group_is_named(settings, ranks, words):
         cases_of(CommunicationBenchmarkConfig(**settings), ranks, "gloo")
 
 
-def sweep(folder, *collectives, sizes=(0.01,)):
+def sweep(folder, *collectives, sizes=(0.01,), **options):
     """On a rank of three: the records of a short run."""
     soon = {"samples": 3, "warmup": 1, "max_seconds": 0.02, "timeout": 60.0}
     config = CommunicationBenchmarkConfig(
-        collectives=collectives, sizes_mb=sizes, dtype="bfloat16", output=folder, **soon
+        collectives=collectives, sizes_mb=sizes, dtype="bfloat16", output=folder, **soon, **options
     )
     return benchmark_communication(config)
 
 
 def on_three_ranks(folder):
-    """A run, one that asks for more, and one with faults; the records of each."""
+    """A run, one that asks for more, one made again, and one with faults; the records of each."""
     whole = sweep(folder / "whole", *COLLECTIVES)
     more = sweep(folder / "whole", "broadcast", "all_reduce", sizes=(0.01, 0.02))
+    again = sweep(folder / "whole", "broadcast", restart=True)
     break_collectives()
-    return whole, more, sweep(folder / "faults", *COLLECTIVES)
+    return whole, more, again, sweep(folder / "faults", *COLLECTIVES)
 
 
 def break_collectives():
@@ -110,8 +111,8 @@ def three_ranks(tmp_path_factory):
 def test_rows_that_are_there_are_not_measured_again_and_rank_0_alone_returns_them(three_ranks):
     folder, results = three_ranks
     counts = [[len(records) for records in result] for result in results]
-    assert counts == [[4, 4, 4], [0, 0, 0], [0, 0, 0]]
-    whole, more, _ = results[0]
+    assert counts == [[4, 4, 1, 4], [0] * 4, [0] * 4]
+    whole, more, again, _ = results[0]
     for record in whole:
         figures = record["figures"]
         assert (figures["status"], figures["is_correct"]) == ("ok", True)
@@ -123,15 +124,16 @@ def test_rows_that_are_there_are_not_measured_again_and_rank_0_alone_returns_the
         assert figures["bus_bandwidth_gbs"] == pytest.approx(factor * speed)
     records = read_records(folder / "whole" / "communication_benchmark.jsonl")
     assert records[:4] == whole
-    assert [(r["config"]["collective"], r["config"]["num_bytes"]) for r in records[4:]] == [
+    assert [(r["config"]["collective"], r["config"]["num_bytes"]) for r in records[4:6]] == [
         ("broadcast", 20_970),
         ("all_reduce", 20_970),
     ]
     assert more == [whole[3], records[4], whole[0], records[5]]
+    assert again == records[6:]
 
 
 def test_a_fault_of_one_rank_is_a_status_of_the_row(three_ranks):
-    folder, [(_, _, faulty), *_] = three_ranks
+    folder, [(*_, faulty), *_] = three_ranks
     figures = {record["config"]["collective"]: record["figures"] for record in faulty}
     status = {name: row["status"] for name, row in figures.items()}
     assert status == {

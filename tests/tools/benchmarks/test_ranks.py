@@ -1,6 +1,5 @@
 """Trainings on several ranks: what is interleaved, what is left when one fails, records."""
 
-import dataclasses
 import math
 import time
 import types
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from lib.core.allocator import without_stderr
-from lib.core.records import read_records
 from lib.data.batches import BatchSampler
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import barrier, rank
@@ -197,22 +195,6 @@ def test_settings_that_are_refused_leave_no_file(tmp_path):
 
 
 QUICK = SMALL | {"loss_steps": 0, "trace_steps": 0, "epochs": 2, "timed_epochs": 1}
-
-
-def run_some(folder) -> list[int]:
-    """On a rank: how many records calls return; the second resumes, the others measure anew."""
-    config = LmMatrixConfig(kernels=("sdpa",), wrappers=("none", "naive"), output=folder, **QUICK)
-    return [
-        len(benchmark_lm_matrix(dataclasses.replace(config, **changes)))
-        for changes in ({}, {}, {"restart": True})
-    ]
-
-
-def test_ranks_that_are_there_already_measure_and_rank_0_alone_keeps_records(tmp_path):
-    assert launch(run_some, 2, tmp_path, backend="gloo", timeout=60) == [[2, 2, 2], [0, 0, 0]]
-    records = read_records(tmp_path / "lm_matrix.jsonl")
-    assert [record["config"]["wrapper"] for record in records] == ["none", "naive"] * 2
-    assert (tmp_path / "lm_matrix_report.md").exists()
 
 
 @pytest.mark.slow
