@@ -119,6 +119,12 @@ def test_memory_that_runs_out_is_a_status(monkeypatch):
     assert (figures["status"], figures["was_tried"], figures["samples"]) == ("oom", True, 0)
 
 
+def test_a_long_forward_pass_takes_what_a_naive_kernels_scores_take():
+    case = case_of("tiny", "forward", 512, attention_kernel="vectorized_torch")
+    predicted, measured = memory_figures(case)
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
 def test_a_model_far_too_large_is_oom_with_its_prediction_and_not_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "device_memory", lambda device: 1_000_000)
     monkeypatch.setattr(benchmark, "_train_step", lambda *_: pytest.fail("tried"))
