@@ -91,14 +91,6 @@ def test_an_array_from_elsewhere_is_never_replaced(config, tmp_path):
     assert (tmp_path / "out/validation.npy").read_bytes() == b"mine"
 
 
-def test_an_array_that_a_crash_left_without_its_manifest_is_made_again(config, tmp_path):
-    tokenize(config)
-    manifest = tmp_path / "out/train.npy.json"
-    manifest.rename(tmp_path / "out/train.npy.partial.json")
-    assert steps_made(tokenize(config)) == ["train"]
-    assert manifest.exists()
-
-
 def test_a_folder_with_the_tokenizers_older_file_name_is_up_to_date(config, tmp_path):
     tokenize(config)
     for path in (tmp_path / "out").glob("bpe.*"):
