@@ -36,16 +36,6 @@ def test_arrays_decode_to_the_corpus_and_the_table_adds_up(config, tmp_path):
         assert rows[part]["bytes_per_token"] == rows[part]["bytes"] / rows[part]["tokens"]
 
 
-def test_a_second_run_does_nothing(config, tmp_path):
-    def times():
-        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-
-    tokenize(config)
-    before = times()
-    assert steps_made(tokenize(config)) == []
-    assert times() == before
-
-
 def test_another_vocabulary_or_corpus_makes_everything_again(config, tmp_path):
     tokenize(config)
     rows = tokenize(config, vocab_size=290)
@@ -57,6 +47,7 @@ def test_another_vocabulary_or_corpus_makes_everything_again(config, tmp_path):
 
 def test_only_a_missing_array_is_made_again(config, tmp_path):
     tokenize(config)
+    assert steps_made(tokenize(config)) == []
     (tmp_path / "out" / "validation.npy").unlink()
     assert steps_made(tokenize(config)) == ["validation"]
 
