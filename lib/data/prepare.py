@@ -184,7 +184,7 @@ def _made_from(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.with_suffix(".source.json").read_bytes())
         is_its_own = record["tokenizer_sha256"] == json.loads(path.read_bytes())["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
     return record if is_its_own else {}
 

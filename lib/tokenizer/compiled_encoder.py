@@ -559,8 +559,6 @@ class CompiledEncoder:
         if isinstance(ids, list):
             # twice as fast as NumPy's own conversion
             ids = np.frombuffer(array("I", ids), dtype=np.uint32)
-        elif not ids.dtype.isnative:
-            ids = ids.astype(ids.dtype.newbyteorder("="))
         length = decoded_length(ids, self.starts)
         if length < 0:
             raise KeyError(int(ids[-1 - length]))

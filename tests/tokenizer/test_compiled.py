@@ -17,7 +17,6 @@ from shutil import copytree, ignore_patterns
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from numba import njit
 
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_bpe, train_from_counts
@@ -108,24 +107,17 @@ def test_the_scanner_splits_every_character_by_its_pinned_class(scan):
 well_formed = [b"a" * 8, b"abc", "é".encode(), "日".encode(), "😀".encode()]
 # overlong forms, surrogates, beyond the last code point, parts of characters
 malformed = "ff c080 c3 80 e08080 eda080 f0808080 f4908080 f5808080"
-utf8_pieces = [*well_formed, *map(bytes.fromhex, malformed.split())]
+utf8_pieces = [b"a" * 64, *well_formed, *map(bytes.fromhex, malformed.split())]
 
 
-def check_utf8(text: bytes) -> None:
-    data = np.frombuffer(text + bytes(PADDING), np.uint8)
-    replaced = text.decode("utf-8", "replace").encode()
-    assert is_valid_utf8(data, len(text)) == (replaced == text)
-    assert valid_utf8(text) == replaced
-
-
-def test_utf8_is_checked_as_python_checks_it():
-    for pieces in product(utf8_pieces, repeat=2):
-        check_utf8(b"".join(pieces))
-
-
-@given(st.one_of(st.binary(max_size=40), st.lists(st.sampled_from(utf8_pieces)).map(b"".join)))
-def test_utf8_is_checked_as_python_checks_it_for_any_bytes(text):
-    check_utf8(text)
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_utf8_is_checked_as_python_checks_it(number):
+    for pieces in product(utf8_pieces, repeat=number):
+        text = b"".join(pieces)
+        data = np.frombuffer(text + bytes(PADDING), np.uint8)
+        replaced = text.decode("utf-8", "replace").encode()
+        assert is_valid_utf8(data, len(text)) == (replaced == text)
+        assert valid_utf8(text) == replaced
 
 
 def as_dictionary(words: WordCounts) -> dict[bytes, int]:
@@ -287,19 +279,6 @@ def test_a_copy_of_a_tokenizer_that_was_used_encodes(trained):
     expected = tokenizer.encode(trained[0])
     for made in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
         assert made.encode(trained[0]) == expected
-
-
-def test_what_is_true_or_false_allows_special_tokens(trained):
-    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
-    for yes, no in ((np.True_, np.False_), (2, None)):
-        assert tokenizer.encode(SEPARATOR, allow_special=yes) == [tokenizer.vocab_size - 1]
-        assert len(tokenizer.encode(SEPARATOR, allow_special=no)) > 1
-
-
-def test_ids_in_any_byte_order_are_decoded(trained):
-    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
-    ids = tokenizer.encode_array("the cat")
-    assert tokenizer.decode(ids.astype(">i4")) == "the cat"
 
 
 def test_arrays_live_as_long_as_a_thread_may_read_them(trained):
