@@ -64,9 +64,9 @@ STREAM_BYTES = 1 << 20
 PART_BYTES = 1 << 16
 # the compiled encoder keeps an id in 24 bits
 MAX_IDS = 1 << 24
-# a longer pre-token is merged in pieces of this many bytes
+# a longer pre-token, in bytes, is merged with a heap
 LONG_PRETOKEN = 32
-# words, and pieces of long ones, that the readable encoder caches; some 30 MB each
+# words that the readable encoder caches; some 30 MB
 MAX_CACHED_WORDS = 1 << 17
 # how much text `encode_iterable` gathers before it encodes: little, to keep memory small
 ITERABLE_BYTES = 1 << 13
@@ -447,8 +447,6 @@ class Tokenizer:
         self._compiled: CompiledEncoder | None = None
         # word -> the ids of a space and the word
         self._spaced_words: dict[str, list[int]] = {}
-        # piece of a long pre-token -> its ids
-        self._pieces: dict[bytes, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # the compiled code works on addresses of this process; a copy makes its own
@@ -566,37 +564,29 @@ class Tokenizer:
         return ids
 
     def _merge_long(self, pretoken: bytes) -> list[int]:
-        """Do the same in pieces, so that the work for each byte is bounded.
-
-        A list of ids is what its text gives if that is true of every two neighbors: a merge across
-        their border would be made in the text of these two, too. So where it is not true of the
-        last id of a piece and the first of the next, the text of both is merged again, with as many
-        ids before it as the result does not fit to.
-        """
-        ids: list[int] = []
-        for start in range(0, len(pretoken), LONG_PRETOKEN):
-            piece, used = self._merge_cached(pretoken[start : start + LONG_PRETOKEN]), 0
-            while ids and used < len(piece) and not self._are_neighbors(ids[-1], piece[used]):
-                merged = [piece[used]]
-                used += 1
-                while ids and not self._are_neighbors(ids[-1], merged[0]):
-                    tokens = [self.vocab[token_id] for token_id in (ids.pop(), *merged)]
-                    merged = self._merge_cached(b"".join(tokens))
-                ids += merged
-            ids += piece[used:]
-        return ids
-
-    def _are_neighbors(self, left: int, right: int) -> bool:
-        """Whether the text of two ids gives these two."""
-        return self._merge_cached(self.vocab[left] + self.vocab[right]) == [left, right]
-
-    def _merge_cached(self, piece: bytes) -> list[int]:
-        """Do what `_merge` does, and cache the ids."""
-        if piece not in self._pieces:
-            if len(self._pieces) >= MAX_CACHED_WORDS:
-                self._pieces.clear()
-            self._pieces[piece] = self._merge(piece)
-        return self._pieces[piece]
+        """Do the same in O(n log n): a heap has the rank and the index of each known pair."""
+        # one more, for the neighbors of the first id and of the last
+        ids = [*(self._byte_ids[byte] for byte in pretoken), None]
+        after, before = list(range(1, len(ids) + 1)), list(range(-1, len(ids) - 1))
+        after[-1] = len(pretoken)
+        pairs = enumerate(pairwise(ids))
+        heap = [(self._ranks[pair][0], index) for index, pair in pairs if pair in self._ranks]
+        heapq.heapify(heap)
+        while heap:
+            rank, index = heapq.heappop(heap)
+            gone = after[index]
+            merge = self._ranks.get((ids[index], ids[gone]))
+            if merge is None or merge[0] != rank:
+                # a merge beside it has taken one of the two
+                continue
+            ids[index], ids[gone] = merge[1], None
+            after[index] = after[gone]
+            before[after[gone]] = index
+            # two pairs with the neighbors are new
+            for left in (before[index], index):
+                if known := self._ranks.get((ids[left], ids[after[left]])):
+                    heapq.heappush(heap, (known[0], left))
+        return [token_id for token_id in ids if token_id is not None]
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD.
