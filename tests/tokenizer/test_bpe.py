@@ -24,7 +24,6 @@ from lib.tokenizer.bpe import (
     count_pretokens,
     merge_pair,
     train_bpe,
-    train_bpe_from_iterator,
     train_from_counts,
 )
 from lib.tokenizer.files import Parts, from_printable
@@ -192,20 +191,6 @@ def test_merges_do_not_depend_on_workers_or_chunks(tmp_path, monkeypatch, implem
         assert train(tmp_path, text, 350, SPECIAL, workers=workers, **options) == expected
         assert sum(done) == len(text.encode())
         assert len(done) > 10
-
-
-@pytest.mark.parametrize("chunk_bytes", [30, 1 << 20])
-def test_texts_of_an_iterator_are_counted_each_by_itself(
-    tmp_path, monkeypatch, implementation, chunk_bytes
-):
-    monkeypatch.setattr(bpe, "CHUNK_BYTES", chunk_bytes)
-    texts = ["the cat", "", "s sat", f"on{SEPARATOR}the", "mat <|endof", "text|> x" * 60, "né"] * 3
-    parts = train_bpe_from_iterator(
-        iter(texts), 300, [SEPARATOR], implementation=implementation, workers=2
-    )
-    counts = sum((count_pretokens(text, [SEPARATOR]) for text in texts), Counter())
-    assert parts[1] == train_from_counts(counts, 299)[1]
-    assert parts[0][len(parts[0]) - 1] == SEPARATOR.encode()
 
 
 def test_special_tokens_are_not_counted_nor_merged_across(tmp_path, implementation):
@@ -501,7 +486,6 @@ def test_what_is_no_text_is_named(tokenizer, wrong, error, message):
         *([("text", lambda: tokenizer.encode_array(wrong))] if wrong != b"ab" else []),
         ("texts[1]", lambda: tokenizer.encode_batch(["a", wrong, None])),
         ("iterable[1]", lambda: list(tokenizer.encode_iterable(["a", wrong]))),
-        ("texts[1]", lambda: train_bpe_from_iterator(["a", wrong], 260)),
         ("special_tokens[1]", lambda: Tokenizer(*tokenizer.parts[:2], ["a", wrong])),
     ):
         with pytest.raises(error, match=f"^{re.escape(name)} must be .*{re.escape(message)}"):
@@ -509,14 +493,10 @@ def test_what_is_no_text_is_named(tokenizer, wrong, error, message):
 
 
 @pytest.mark.parametrize("texts", ["abc", 5])
-def test_one_text_is_not_taken_for_several(tokenizers, texts):
+def test_one_text_is_not_taken_for_several(tokenizer, texts):
     message = re.escape(f"texts must be several texts, such as a list, got {texts!r}")
-    for act in (
-        tokenizers["python"].encode_batch,
-        lambda texts: train_bpe_from_iterator(texts, 300),
-    ):
-        with pytest.raises(ValueError, match=message):
-            act(texts)
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode_batch(texts)
 
 
 def test_dtype_follows_the_vocabulary(trained):

@@ -130,7 +130,7 @@ def as_dictionary(words: WordCounts) -> dict[bytes, int]:
 
 def counted(text: str, special_tokens: Sequence[str] = ()) -> WordCounts:
     words = WordCounts(new_special(dict.fromkeys(special_tokens, 0)))
-    words.count([text.encode()])
+    words.count(text.encode())
     return words
 
 
@@ -149,7 +149,7 @@ def test_counts_survive_full_tables_and_threads(monkeypatch):
     chunks = [" ".join(words[i : i + 1000]) for i in range(0, len(words), 1000)]
     gathered = WordCounts(new_special({}))
     threads = [
-        threading.Thread(target=lambda k=k: [gathered.count([c.encode()]) for c in chunks[k::4]])
+        threading.Thread(target=lambda k=k: [gathered.count(c.encode()) for c in chunks[k::4]])
         for k in range(4)
     ]
     for thread in threads:
