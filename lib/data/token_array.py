@@ -133,7 +133,7 @@ def _make(
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise ValueError(f"{text_path} changed while it was tokenized; run again")
         # an array that is there has its own manifest: it is renamed last
-        totals = {"num_tokens": num_tokens, "tokens_sha256": digest.hexdigest()}
+        totals: dict = {"num_tokens": num_tokens, "tokens_sha256": digest.hexdigest()}
         manifest = Manifest(**key, **totals, source=text_path.name)
         output_path.unlink(missing_ok=True)
         write_atomically(_manifest(output_path), to_json(manifest) + "\n")
