@@ -100,6 +100,12 @@ def test_the_cache_is_flushed_before_each_sample_of_one_call_and_not_timed(clock
     assert (measured.times_ms, measured.calls_per_sample) == ((0.1,) * 3, 1)
 
 
+def test_a_flush_overwrites_a_buffer_of_the_size_of_the_cache(monkeypatch):
+    monkeypatch.setattr(measurement, "CPU_CACHE_BYTES", 12_345)
+    flushed = measurement._cache_flush(torch.device("cpu"))()
+    assert (flushed.nbytes, flushed.count_nonzero()) == (12_345, 0)
+
+
 def test_the_order_of_interleaved_functions_reverses_from_round_to_round(clock):
     calls, ticks = [], {"a": clock.takes(9, 9, 9, 2, 3, 8), "b": clock.takes(9, 9, 9, 4, 3, 2)}
     functions = [lambda n=name: (calls.append(n), ticks[n]()) for name in ticks]

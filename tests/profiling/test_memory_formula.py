@@ -11,7 +11,7 @@ from lib.ddp.process_group import broadcast_module, rank
 from lib.ddp.wrappers import wrap
 from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.config import ModelConfig, model_preset
-from lib.model.costs import activation_bytes, activation_bytes_by_part
+from lib.model.costs import CHUNK_BYTES, activation_bytes, activation_bytes_by_part
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.profiling.memory_formula import RankMemory, rank_memory
@@ -175,6 +175,13 @@ def test_the_peak_is_at_an_end_of_backward_or_in_the_update(changes, peak):
 def test_moments_between_steps(gradients_stay, moments):
     memory = dataclasses.replace(MEMORY, averaged_gradients=9, gradients_stay=gradients_stay)
     assert (memory.before_step, memory.between_steps) == moments
+
+
+def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
+    config = dataclasses.replace(model_preset("tiny"), context_length=4096, vocab_size=10**6)
+    memory = rank_memory(config, ranks=1, dtype="bfloat16", cuda=False)
+    # beside the logits the head in bfloat16, its gradient in a chunk, and the sum in float32
+    assert memory.forward == 3 * CHUNK_BYTES + 10**6 * 128 * (2 + 8)
 
 
 # GB beyond weights on one H100 with PyTorch 2.11, under autocast to bfloat16, one sequence of `8b`
