@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from lib.core.figures import house_figure
-from lib.lessons.explorer import explorer, figure_output, markup, picture
+from lib.lessons.explorer import explorer, figure_output, picture
 from lib.tools.publish.cells import WIDGET_VIEW
 from tests.lessons.stored import stored_outputs
 
@@ -31,13 +31,6 @@ def test_each_move_shows_another_picture():
     assert len(seen) == 4
     assert all(base64.b64decode(png).startswith(b"\x89PNG") for png in seen)
     assert plt.get_fignums() == open_before
-
-
-def test_a_lone_slider_follows_the_hand_and_several_wait_until_let_go():
-    alone = explorer(lambda a: markup("", str(a)), a=range(3))
-    several = explorer(lambda a, b: markup("", ""), a=range(3), b=range(3))
-    assert alone.children[0].continuous_update
-    assert not several.children[0].continuous_update
 
 
 def test_a_setting_is_drawn_once():
@@ -62,18 +55,6 @@ def test_where_nobody_can_move_it_the_stills_follow_the_first_setting():
     assert all(output.metadata["image/png"]["width"] == 700 for output in pictures)
     # the picture is not stored a second time as HTML, which only a running notebook needs
     assert not any({WIDGET_VIEW, "text/html"} & output.data.keys() for output in pictures)
-
-
-def test_any_widget_can_be_a_control_and_busy_is_shown_meanwhile():
-    from ipywidgets import Text
-
-    said = []
-    box = explorer(lambda word: markup(word, word), word=Text("hello"), busy="wait…")
-    control, note, view, _ = box.children
-    note.observe(lambda change: said.append(change["new"]), "value")
-    control.value = "bye"
-    assert view.outputs[0]["data"]["text/html"] == "bye"
-    assert said == ["wait…", ""]
 
 
 def test_alternative_text_is_escaped():
