@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lib.ddp.launcher import WorkerError, launch
+from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
     all_gather,
     global_rank,
@@ -28,12 +28,6 @@ from lib.ddp.process_group import (
     world_size,
 )
 from lib.lessons.sending import function_of, parcel_of
-
-# What is said of a function that is right on threads, but fails on processes.
-PROCESSES_GET = (
-    "The processes get this function, and what it uses of the notebook, as it is now; what they "
-    "change there, other processes do not see."
-)
 
 
 class Board:
@@ -389,44 +383,6 @@ def whole_numbers(generator: random.Random, *shape: int) -> Tensor:
     """Random whole numbers, whose sums over ranks are exact in any order."""
     values = [float(generator.randint(-4, 4)) for _ in range(math.prod(shape))]
     return torch.tensor(values).view(shape)
-
-
-# An attempt that is right on threads, on processes
-
-
-# From what the ranks return, whether that is right, and a phrase about it.
-Judge = Callable[[list[Any]], tuple[bool, str]]
-
-
-def tried_on_processes(
-    text: str,
-    attempt: Callable,
-    job: Callable,
-    count: int,
-    *arguments: Any,
-    judge: Judge,
-    backend: str = "gloo",
-    options: Any = None,
-) -> str:
-    """Run `job(parcel, *arguments)` on processes; return the verdict `text` with the result.
-
-    Args:
-        text: the verdict on `attempt`, which is right so far.
-        job: makes the function with `function_of(parcel)`.
-        judge: decides whether what the ranks return is right.
-        backend, options: of `launch`.
-    """
-    wrong = text.replace("right: ", "not yet: ", 1)
-    try:
-        arguments = (parcel_of(attempt), *arguments)
-        # threads have not shown a deadlock, so a minute is for a slow machine
-        found = launch(job, count, *arguments, backend=backend, options=options, timeout=60)
-    except TypeError as error:
-        return f"{wrong}; for processes, {error}"
-    except WorkerError as error:
-        return f"{wrong}; on processes {str(error).splitlines()[0]}\n  {PROCESSES_GET}"
-    is_right, result = judge(found)
-    return f"{text}\n  {result}" if is_right else f"{wrong}; {result}"
 
 
 def run_job(parcel: bytes) -> Any:
