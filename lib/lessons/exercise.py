@@ -296,22 +296,14 @@ def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
     name = name_of(attempt)
     if exercise.show:
         return f"{name}, with {exercise.show(*arguments)}"
-    names, inner = _parameters(exercise.solve), _parameters(inspect.unwrap(exercise.solve))
-    if exercise.harness:
-        names = _parameters(exercise.harness)[1:]
-    if len(names) == len(arguments) and (names != inner or exercise.ranks):
-        given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
-        return f"{name}, run with {given}"
+    if exercise.harness or exercise.ranks:
+        parameters = [*inspect.signature(exercise.harness or exercise.solve).parameters]
+        names = parameters[bool(exercise.harness) :]
+        # that of a kernel takes any number
+        if len(names) == len(arguments):
+            given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
+            return f"{name}, run with {given}"
     return f"{name}({', '.join(map(shown, arguments))})"
-
-
-def _parameters(function: Callable) -> list[str]:
-    """The names of the arguments of a function itself, whatever it wraps."""
-    try:
-        return [*inspect.signature(function, follow_wrapped=False).parameters]
-    except (TypeError, ValueError):
-        # one of Python's own
-        return []
 
 
 def _described(exercise: Exercise, result: Any, expected: Any) -> str:

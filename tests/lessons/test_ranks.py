@@ -190,10 +190,6 @@ class Empty:
 
 SETTINGS = Settings(lr=5.0)
 
-def remember(function):
-    return functools.cache(function)
-
-@remember
 def helper(x):
     return root(x) + math.floor(SCALE)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lib.core.settings import require
-from lib.lessons.exercise import NOT_ATTEMPTED, check, check_of, exercise, report
+from lib.lessons.exercise import NOT_ATTEMPTED, check_of, exercise, report
 from lib.lessons.speedrun import ladder
 from lib.lessons.speedrun.board import (
     P_VALUE,
@@ -24,6 +23,8 @@ from lib.lessons.speedrun.museum import FAULTS
 from lib.lessons.speedrun.race import CLASSES, Recipe, program_of, source_of
 from lib.lessons.speedrun.referee import FEWEST_SEEDS
 from lib.lessons.training.exercises import describe_diagnosis, no_inputs
+
+check, take = check_of(__name__), check_of(__name__, returns=True)
 
 # 1. Time to target
 
@@ -129,16 +130,11 @@ class ToyRace:
         raise RuntimeError("the run goes on long after its target and its limit")
 
 
-def on_toys(attempt: Callable) -> Callable:
-    """A function that lets `attempt` run a `ToyRace`, and returns its curve."""
-
-    @functools.wraps(attempt)
-    def played(race: ToyRace) -> Any:
-        found = attempt(race.recipe, race, 7)
-        race.require_clock()
-        return [tuple(point) for point in found] if isinstance(found, (list, tuple)) else found
-
-    return played
+def on_toys(attempt: Callable, race: ToyRace) -> Any:
+    """Let `attempt` run a toy race; return its curve."""
+    found = attempt(race.recipe, race, 7)
+    race.require_clock()
+    return [tuple(point) for point in found] if isinstance(found, (list, tuple)) else found
 
 
 def _draw_run(generator: random.Random, size: int) -> tuple:
@@ -153,8 +149,7 @@ def _draw_run(generator: random.Random, size: int) -> tuple:
     return (ToyRace(steps, target, every, generator.choice([2 * total, total / 2])),)
 
 
-@exercise("core", _draw_run)
-@on_toys
+@exercise("core", _draw_run, harness=on_toys)
 def run_to_target(recipe: Callable, race: Any, seed: int) -> list[tuple]:
     curve, tokens, seconds, judged_at = [], 0, 0.0, 0
     steps = recipe(race, seed)
@@ -295,15 +290,6 @@ def race_verdict(source: str) -> str:
     return (
         f"not yet: {compared}" if chance >= P_VALUE else f"right: {compared}; it is on your board"
     )
-
-
-def check_run_to_target(attempt: Callable) -> Callable:
-    """Check `run_to_target(recipe, race, seed)` -> curve; return it if right, else the solution."""
-    wrapped, solution = on_toys(attempt), run_to_target.solve.__wrapped__  # type: ignore[attr-defined]
-    return attempt if check(run_to_target, wrapped) is wrapped else solution
-
-
-check_time_to_target = check_name_faults = check_of(__name__)
 
 
 def check_faster(attempt: Recipe) -> None:
