@@ -127,7 +127,6 @@ def test_the_solution_passes_each_mistake_is_named_and_a_stub_is_not_attempted(n
     def stub(*given):
         raise NotImplementedError("your code here")
 
-    assert verdict(exercise, exercise.solve).startswith("right: as expected")
     # the interpreter needs a stub's own arguments: those of kernels are tried in their cells
     assert is_kernel or verdict(exercise, stub) == NOT_ATTEMPTED
     # kernels are slow in the interpreter, so each runs once on an input
@@ -137,6 +136,7 @@ def test_the_solution_passes_each_mistake_is_named_and_a_stub_is_not_attempted(n
     # more inputs, if one mistake is not told from another
     trials = [min(exercise.trials, most) for most in (2, 15, exercise.trials)]
     fewer = [dataclasses.replace(tried, trials=number) for number in trials]
+    assert verdict(fewer[1], tried.solve).startswith("right: as expected")
     with no_overflow_checks():
         for sentence, mistake in wrong.items():
             assert any(says_which(few, sentence, mistake) for few in fewer), sentence

@@ -115,26 +115,6 @@ def test_two_hosts_are_as_slow_as_their_network():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Network(Link(1.0, 1.0), clock="moon"), "clock must be one of .*, got"),
-        (lambda: Network(Link(1.0, 0.0)), "bandwidth_gbs must be more than 0, got 0.0"),
-        (lambda: Network(Link(-1.0, 1.0)), "latency_us must be at least 0, got -1.0"),
-        (lambda: Network(5.0), "inside must be"),
-        (lambda: Straggler(-1, 5.0), "rank must be at least 0, got -1"),
-        (lambda: Straggler(1, -5.0), "delay_ms must be at least 0, got -5.0"),
-        (lambda: SlowLink(1, 0.0), "factor must be more than 0, got 0.0"),
-        (lambda: SlowLink(True, 0.5), "rank must be a whole number, got true"),
-        (lambda: LostRank(1, after=-1), "after must be at least 0, got -1"),
-        (lambda: Workload(0, 5.0), "gradient_bytes must be more than 0, got 0"),
-    ],
-)
-def test_what_no_network_can_have_is_refused(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
     "fault",
     [
         {"straggler": Straggler(9, 5.0)},
@@ -153,12 +133,10 @@ def test_a_fault_of_a_rank_that_is_not_there_is_refused(fault):
     ("backend", "options", "words"),
     [
         ("simulated", None, "options must be a Network, got None"),
-        ("gloo", PCIE, "options must be None with backend 'gloo', got Network"),
         (None, PCIE, "options must be None with backend 'gloo', got Network"),
-        ("simulator", PCIE, "backend must be .* one of nccl, gloo, simulated, got 'simulator'"),
         (PCIE, None, "backend must be .* one of nccl, gloo, simulated, got Network"),
     ],
-    ids=["none", "gloo", "default", "unknown", "no name"],
+    ids=["none", "default", "no name"],
 )
 def test_a_backend_and_options_that_do_not_fit_are_refused(backend, options, words):
     with pytest.raises(ValueError, match=words):
