@@ -200,13 +200,12 @@ def edited(function: Callable, *texts: str) -> Callable:
     return namespace[function.__name__]
 
 
-def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> Callable:
+def check(exercise: Exercise, attempt: Callable) -> Callable:
     """Print the verdict on `attempt`; return it if it is right, or else the solution.
 
-    So a notebook goes on with the reader's own function as soon as it works. `seed` repeats the
-    inputs of another check.
+    So a notebook goes on with the reader's own function as soon as it works.
     """
-    text = verdict(exercise, attempt, seed=seed)
+    text = verdict(exercise, attempt)
     if exercise.processes and result_of(text) == "passed":
         text = on_processes(exercise, attempt, text, draw_inputs(exercise, 0)[-1])
     report(text, name_of(attempt), exercise.tier)
@@ -267,7 +266,7 @@ def name_of(attempt: Any) -> str:
 
 
 def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> str:
-    """Return what `check` prints."""
+    """Return what `check` prints; `seed` repeats the inputs of another verdict."""
     seconds = exercise.seconds or TIME_LIMIT
     for arguments in (inputs := draw_inputs(exercise, seed)):
         try:

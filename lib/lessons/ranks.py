@@ -103,6 +103,8 @@ class Threads:
         self.number, self.count, self.board = number, board.count, board
         self.calls = {"all-gathers": 0, "reduce-scatters": 0, "all-reduces": 0}
         self.elements_sent = 0
+        # of all ranks together, in all-gathers and reduce-scatters
+        self.elements_exchanged = 0
         self.collectives = 0
         # times that it waited for all others in a collective
         self.waits = 0
@@ -160,6 +162,7 @@ class Threads:
         """The parts of all ranks behind one another, (count · n,) of (n,)."""
         self.calls["all-gathers"] += 1
         self.gathered.append(torch.cat(self._exchange("all_gather", part)))
+        self.elements_exchanged += self.gathered[-1].numel()
         return self.gathered[-1]
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
@@ -175,6 +178,7 @@ class Threads:
                 f"elements; pad to a multiple of {self.count}"
             )
         self.calls["reduce-scatters"] += 1
+        self.elements_exchanged += whole.numel()
         total = sum(self._exchange("reduce_scatter", whole))
         return total.chunk(self.count)[self.number].clone()  # type: ignore[union-attr]
 
@@ -323,7 +327,7 @@ class Processes:
         # what threads count, for the harnesses that ask for it
         self.calls: dict[str, int] = {}
         self.messages: dict[tuple[str, int], int] = {}
-        self.elements_sent = self.waits = 0
+        self.elements_sent = self.elements_exchanged = self.waits = 0
         # messages on their way, and their tensors
         self.sent: list[Any] = []
 

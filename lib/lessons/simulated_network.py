@@ -422,9 +422,7 @@ class PendingWork(dist.Work):
 REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: Tensor.add_,
     dist.ReduceOp.AVG: Tensor.add_,
-    dist.ReduceOp.PRODUCT: Tensor.mul_,
     dist.ReduceOp.MAX: lambda a, b: a.copy_(torch.maximum(a, b)),
-    dist.ReduceOp.MIN: lambda a, b: a.copy_(torch.minimum(a, b)),
 }
 
 

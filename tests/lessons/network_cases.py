@@ -81,7 +81,7 @@ def results_beside_gloo() -> list[tuple[str, bool]]:
             reduce_scatter(part, tensor(2 * size, dtype), group=group)
         return [whole, part] if op == dist.ReduceOp.SUM else [whole]
 
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
             compare(f"{op} {dtype}", lambda group: reduced(group, op, dtype))  # noqa: B023
 

@@ -200,30 +200,13 @@ def mlp_on_shares(mlp: Callable, rows: int, d_model: int, units: int, ranks: Thr
     x, grad_y = whole_numbers(generator, 2, n * rows, d_model)
     w1 = whole_numbers(generator, n * units, d_model)
     w2 = whole_numbers(generator, d_model, n * units)
-    exchanged = counted_exchanges(ranks)
     y, backward = mlp(x.chunk(n)[me], w1.chunk(n)[me], w2.chunk(n, dim=1)[me], ranks)
     grad_x, grad_w1, grad_w2 = backward(grad_y.chunk(n)[me])
     found = Named(y=y, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)
     # x may be gathered once more in backward instead of kept
     most = 5 * x.numel()
-    found["elements that it gathers and scatters"] = AtMost(max(most, exchanged["elements"]))
+    found["elements that it gathers and scatters"] = AtMost(max(most, ranks.elements_exchanged))
     return found
-
-
-def counted_exchanges(ranks: Threads) -> dict[str, int]:
-    """Count the elements, of all ranks together, that all-gathers and reduce-scatters take."""
-    exchanged, all_gather, reduce_scatter = {"elements": 0}, ranks.all_gather, ranks.reduce_scatter
-
-    def gather(part: Tensor) -> Tensor:
-        exchanged["elements"] += ranks.count * part.numel()
-        return all_gather(part)
-
-    def scatter(whole: Tensor) -> Tensor:
-        exchanged["elements"] += whole.numel()
-        return reduce_scatter(whole)
-
-    ranks.all_gather, ranks.reduce_scatter = gather, scatter  # type: ignore[method-assign]
-    return exchanged
 
 
 sequence_parallel_mlp = exercise(

@@ -266,16 +266,6 @@ micro_batches - ahead, micro_batches) => micro_batches, micro_batches)
 """
 
 
-def gpipe_orders(ranks: int, micro_batches: int) -> list[list[Event]]:
-    """GPipe on each stage."""
-    return [gpipe(micro_batches) for _ in range(ranks)]
-
-
-def one_f_one_b_orders(ranks: int, micro_batches: int) -> list[list[Event]]:
-    """1F1B on each stage."""
-    return [one_f_one_b.solve(rank, ranks, micro_batches) for rank in range(ranks)]
-
-
 # Interleaved stages
 
 

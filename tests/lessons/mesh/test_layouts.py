@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from lib.lessons.mesh import layouts as module
-from lib.lessons.mesh.exercises import one_f_one_b_orders
 from lib.lessons.mesh.layouts import (
     MACHINES,
     MODELS,
@@ -20,7 +19,7 @@ from lib.model.config import model_preset
 from lib.model.costs import flops_by_part, flops_per_token
 from lib.profiling.collectives import Link
 from lib.profiling.memory_formula import RESERVED_BYTES, rank_memory
-from tests.lessons.mesh.cells import functions_of
+from tests.lessons.mesh.cells import functions_of, one_f_one_b_orders
 
 ONE_HOST, FAST, SLOW = MACHINES.values()
 XL, SEQUENCES = MODELS["xl"]

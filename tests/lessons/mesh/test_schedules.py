@@ -3,13 +3,9 @@
 import pytest
 
 from lib.lessons.exercise import edited, verdict
-from lib.lessons.mesh.exercises import (
-    gpipe_orders,
-    interleaved,
-    one_chunk_after_another,
-    one_f_one_b_orders,
-)
+from lib.lessons.mesh.exercises import interleaved, one_chunk_after_another
 from lib.lessons.mesh.schedules import most_held, play
+from tests.lessons.mesh.cells import gpipe_orders, one_f_one_b_orders
 
 SIZES = [(2, 1), (2, 5), (3, 2), (4, 8), (8, 3)]
 
