@@ -33,6 +33,13 @@ def test_each_move_shows_another_picture():
     assert plt.get_fignums() == open_before
 
 
+def test_a_lone_slider_follows_the_hand_and_several_wait_until_let_go():
+    alone = explorer(lambda a: markup("", str(a)), a=range(3))
+    several = explorer(lambda a, b: markup("", ""), a=range(3), b=range(3))
+    assert alone.children[0].continuous_update
+    assert not several.children[0].continuous_update
+
+
 def test_a_setting_is_drawn_once():
     drawn = []
 
