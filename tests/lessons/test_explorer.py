@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from lib.core.figures import house_figure
-from lib.lessons.explorer import explorer, figure_output, picture
+from lib.lessons.explorer import explorer, figure_output, markup, picture
 from lib.tools.publish.cells import WIDGET_VIEW
 from tests.lessons.stored import stored_outputs
 
