@@ -136,8 +136,6 @@ MEASURE: dict[str, Command] = {
     "benchmark tokenizer": Command(
         "Measure the tokenizer against its peers.",
         "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
-        prints="{config.output}/tokenizer_benchmark.md",
-        interrupted=CONTINUES,
     ),
     "benchmark training": Command(
         "Measure training steps on a GPU against a peer.",
