@@ -27,7 +27,7 @@ from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.cases import Raise
 from tests.ddp.training_cases import Net, Trained, loss_of, part, train
 from tests.ddp.workers import message_of, recorded_collectives
-from tests.lessons.network_cases import scaled
+from tests.lessons.network_cases import PCIE
 from tests.sharded_optimizer.cases import update
 
 MODES: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -59,7 +59,7 @@ def trained() -> dict[str, Trained]:
         max_norm = 1e9 if mode == "default" else 0.1
         found[mode] = train(functools.partial(divided, mode=mode), *how, max_norm)
     if current_device().type == "cpu":
-        group = simulated_group(scaled("PCIe"))
+        group = simulated_group(PCIE)
         make = functools.partial(divided, mode="default", group=group)
         found["simulated network"] = train(make, *MODES["default"][1:])
     return found
