@@ -116,8 +116,8 @@ class TorchDDP(Wrapper):
                 "the last backward pass ran in no_sync(), and torch_ddp averages gradients in "
                 "backward only; run the last one outside of it"
             )
-        named = self.structure.parameters()
-        trained = [(name, param) for *_, name, param in named if param.requires_grad]
+        named = self.structure.named.items()
+        trained = [(name, param) for name, param in named if param.requires_grad]
         missed = [name for name, param in trained if param.grad is None]
         if missed and len(missed) < len(trained):
             raise RuntimeError(

@@ -163,16 +163,6 @@ class FlatParameters(Bucket):
                 for placeholder, is_trained in zip(self.placeholders, trains):
                     placeholder.requires_grad_(is_trained)
 
-    def check_places(self) -> None:
-        """Raise a `RuntimeError` if a shard was replaced in the module."""
-        for shard, places in zip(self.shards, self.places):
-            for module, name in places:
-                if module._parameters.get(name) is not shard:
-                    raise RuntimeError(
-                        f"{name} of a {type(module).__name__} was replaced after FSDP had divided "
-                        "it; change it by load_state_dict(), or make a new FSDP of a whole module"
-                    )
-
     def _follow_data(self) -> None:
         kinds = {(shard.dtype, shard.device) for shard in self.shards}
         if len(kinds) > 1:

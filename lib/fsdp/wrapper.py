@@ -156,7 +156,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
         Raises:
             RuntimeError: the gradients of the last backward pass were not synchronized; a parameter
-                was added; or see `FlatParameters.follow_shards`.
+                was added or replaced; or see `FlatParameters.follow_shards`.
         """
         return self.run(self.module, *args, **kwargs)
 
@@ -321,25 +321,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     def follow_shards(self) -> None:
         """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
         self.settle()
-        if not self.structure.is_unchanged():
-            self._check_parameters()
+        self.structure.check()
         # what a pass without backward left
         self.drop()
         for flat in self.flats:
             flat.follow_shards()
-
-    def _check_parameters(self) -> None:
-        """Raise a `RuntimeError` if a shard was replaced, or a trained parameter was added."""
-        for flat in self.flats:
-            flat.check_places()
-        known = {id(shard) for flat in self.flats for shard in flat.shards}
-        known |= {id(param) for param in self.vectors.values()}
-        for name, param in self.module.named_parameters():
-            if param.requires_grad and id(param) not in known:
-                raise RuntimeError(
-                    f"{name} was added or replaced after FSDP had divided the module, and its "
-                    "gradient would not be averaged; make a new FSDP of a whole module"
-                )
 
     def _end_pass(self, drops: bool = True) -> None:
         """Put the shards back into the model; drop what is gathered, unless backward needs it."""

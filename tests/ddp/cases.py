@@ -263,7 +263,7 @@ def check_what_cannot_be_averaged_is_refused_by_name() -> None:
     step_of(model)
     module[0] = nn.Linear(4, 6)
     message = message_of(lambda: step_of(model))
-    words = "RuntimeError: parameter 0.weight was added after the module was wrapped"
+    words = "RuntimeError: parameter 0.weight was replaced after the module was wrapped"
     assert message.startswith(words), message
     sparse = BucketedDDP(nn.Embedding(5, 4, sparse=True))
     message = message_of(lambda: sparse(torch.tensor([1])).sum().backward())
