@@ -399,10 +399,9 @@ def broadcast_module(
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def checked() -> dict[str, str]:
-        others = facts()
         for name, tensor in tensors.items():
             _check_can_be_sent(name, tensor)
-        return {name: describe_tensor(tensor) for name, tensor in tensors.items()} | others
+        return {name: describe_tensor(tensor) for name, tensor in tensors.items()} | facts()
 
     agree(checked, group)
     for tensor in tensors.values():
@@ -417,7 +416,7 @@ def _check_can_be_sent(name: str, tensor: Tensor) -> None:
     if is_sharded(tensor):
         raise ValueError(
             f"{name} must be whole, but is divided among the ranks already: one of them would "
-            "overwrite the others' parts; wrap the whole module once"
+            "overwrite the others' parts; wrap the whole module once (FSDP: name parts in blocks=)"
         )
     if nn.parameter.is_lazy(tensor):
         raise ValueError(
@@ -500,21 +499,15 @@ def describe_tensor(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """A number for each tensor that tells its bits apart from others, the same on any device."""
+    """A number for each of the tensors, of one device, that tells its bits apart from others."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for tensor in tensors:
         real = as_real(tensor)
         bits = real.detach().contiguous().view(-1).view(widths[real.element_size()])
         sums.append(bits.sum(dtype=torch.int64))
-    # one transfer from each device
-    found = [0] * len(sums)
-    for device in dict.fromkeys(one.device for one in sums):
-        indices = [n for n, one in enumerate(sums) if one.device == device]
-        values = torch.stack([sums[n] for n in indices]).tolist()
-        for n, value in zip(indices, values):
-            found[n] = value
-    return found
+    # one transfer for all
+    return torch.stack(sums).tolist() if sums else []
 
 
 def gather_results(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.process_group import is_sharded
 from lib.fsdp.flat_parameters import FlatParameters, Places
 
 # Modules that are gathered together: one, or several that run one after another.
@@ -165,29 +164,16 @@ def checked_facts(
             f"blocks must not overlap, got a {type(part).__name__} that is in two of them",
         )
     for name, param in module.named_parameters():
-        _check_parameter(name, param)
+        has_hooks = bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+        require(
+            not has_hooks,
+            f"{name} must have no gradient hook, which would see no gradient, such as that of "
+            "another wrapper; wrap the module itself",
+        )
+        require(param.grad is None, f"{name} must have no gradient before it is divided")
     facts = {name: str(value) for name, value in options.items()}
     names = divide(module, blocks)
     return facts | {f"block {i}": ", ".join(block) for i, block in enumerate(names)}
-
-
-def _check_parameter(name: str, param: nn.Parameter) -> None:
-    require(
-        not is_sharded(param),
-        f"module must hold whole parameters, but {name} is divided among the ranks already; wrap "
-        "the whole module once, and name its parts in blocks=",
-    )
-    require(
-        not nn.parameter.is_lazy(param),
-        f"{name} must have a shape, but is lazy; run a forward pass before wrapping",
-    )
-    has_hooks = bool(param._backward_hooks or param._post_accumulate_grad_hooks)
-    require(
-        not has_hooks,
-        f"{name} must have no gradient hook, which would see no gradient, such as that of another "
-        "wrapper; wrap the module itself",
-    )
-    require(param.grad is None, f"{name} must have no gradient before it is divided")
 
 
 # A module's output

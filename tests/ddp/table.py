@@ -734,7 +734,7 @@ for event in ("two backwards", "finished for each pass"):
     words = "RuntimeError: the gradient of a parameter of shape "
     REFUSED["zero1, overlapped", event] = words
 REFUSED_KINDS = {
-    "wrapped twice": "layers.0.module.linear.weight is divided among the ranks already",
+    "wrapped twice": "layers.0.module.linear.weight must be whole, but is divided",
     "changes a weight": "a forward pass changed one of layers.0.linear.weight",
 }
 # A block of FSDP is as new as the newest of its parameters: PyTorch's error comes more often.

@@ -1,13 +1,11 @@
 """The sharded optimizer trains as one process does, and shares state, traffic and checkpoints."""
 
-import inspect
 import itertools
 
 import pytest
 import torch
 
 from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.workers import launch, run_cases
 from tests.sharded_optimizer import cases
 from tests.sharded_optimizer import training_cases as training
@@ -91,23 +89,6 @@ def test_schedulers_find_what_they_look_for():
     torch.optim.lr_scheduler.OneCycleLR(made, max_lr=1.0, total_steps=10)
     assert made.param_groups[0]["lr"] < 1e-1
     assert made.param_groups[0]["betas"][0] != 0.9
-
-
-def test_own_arguments_are_none_of_any_optimizer():
-    own = set(inspect.signature(ShardedOptimizer).parameters)
-    own -= {"params", "optimizer_cls", "kwargs"}
-    classes = [cls for cls in vars(torch.optim).values() if inspect.isclass(cls)]
-    assert len(classes) > 10
-    for cls in (AdamW, *classes):
-        assert not own & inspect.signature(cls).parameters.keys()
-
-
-@pytest.mark.parametrize("event", ["state_dict", "load_state_dict"])
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_a_hook_that_would_not_be_called_is_refused(event, when):
-    made = cases.made_of(cases.stack(), cases.SGD)
-    with pytest.raises(TypeError, match="calls no hook of state_dict or load_state_dict"):
-        getattr(made, f"register_{event}_{when}_hook")(lambda *args: None)
 
 
 @pytest.mark.parametrize(
