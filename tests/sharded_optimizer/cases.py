@@ -115,11 +115,9 @@ def shared_folder() -> Path:
 # What is refused
 
 
-def check_copies_closures_and_later_groups_are_refused_by_name() -> None:
+def check_closures_and_later_groups_are_refused_by_name() -> None:
     for how in HOWS.values():
         made = made_of(stack(), ADAMW, **how)
-        message = message_of(lambda: copy.deepcopy(made))  # noqa: B023
-        assert message.startswith("TypeError: a ShardedOptimizer cannot be copied"), message
         message = message_of(lambda: made.step(lambda: 0.0))  # noqa: B023
         assert message.startswith("ValueError: closure must be None"), message
         message = message_of(lambda: made.add_param_group({"params": stack().parameters()}))  # noqa: B023
@@ -579,12 +577,6 @@ def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
         ),
         "each parameter once, got one of them twice": lambda: ShardedOptimizer(
             params + params[: rank()], AdamW
-        ),
-        "some parameters appear in more than one": lambda: ShardedOptimizer(
-            [{"params": params[:2]}, {"params": params[2 - rank() :]}], AdamW
-        ),
-        "weight_decay of parameter group 1 must be the same": lambda: ShardedOptimizer(
-            [{"params": params[:2]}, {"params": params[2:], "weight_decay": rank()}], AdamW
         ),
     }
     for words, action in wrong.items():

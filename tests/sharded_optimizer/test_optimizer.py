@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from lib.optimizer.adamw import AdamW
+from tests.ddp.training_cases import OPTIMIZERS as TRAINED
+from tests.ddp.training_cases import check_training
 from tests.ddp.workers import launch, run_cases
 from tests.sharded_optimizer import cases
 from tests.sharded_optimizer import training_cases as training
@@ -43,21 +44,18 @@ def test_on_two_ranks(two_ranks, case):
     assert all(case in passed for passed in two_ranks)
 
 
-def check_training(results: list[dict], way: tuple[int, str, str]) -> None:
+def check_way(results: list[dict], way: tuple[int, str, str]) -> None:
     found = [result["training"][way] for result in results if way in result["training"]]
     assert len(found) == way[0]
-    # weights are of size 1 and below, and float32 has 24 bits; one rank trains as one process
-    tolerance = 16 * 2**-24 if way[0] > 1 else 0
-    assert max(result["error"] for result in found) <= tolerance
-    assert max(result["norm error"] for result in found) <= tolerance
-    assert len({result["digest"] for result in found}) == 1
+    # one rank trains as one process
+    check_training(found, is_exact=way[0] == 1)
     # all shards together are the state of one process
-    assert sum(result["elements"] for result in found) == found[0]["whole elements"]
+    assert sum(result.elements for result in found) == found[0].whole_elements
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_training_equals_that_of_one_process(three_ranks, way):
-    check_training(three_ranks, way)
+    check_way(three_ranks, way)
 
 
 @pytest.mark.parametrize("saved", SAVED)
@@ -115,12 +113,12 @@ def test_wrong_arguments_are_named(options, message):
 @pytest.mark.gpu
 def test_training_on_gpus_equals_that_of_one_process():
     ranks = min(4, torch.cuda.device_count())
-    optimizers = {size: list(training.OPTIMIZERS) for size in range(1, ranks + 1)}
+    optimizers = {size: list(TRAINED) for size in range(1, ranks + 1)}
     results = launch(training.equality, ranks, optimizers, backend="nccl")
     for size, names in optimizers.items():
         for name in names:
             for way in training.WAYS:
-                check_training(results, (size, name, way))
+                check_way(results, (size, name, way))
 
 
 @pytest.mark.gpu
