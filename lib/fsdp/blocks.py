@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lib.core.settings import require
 from lib.fsdp.flat_parameters import FlatParameters, Places
+from lib.optimizer.schedule import group_by
 
 # Modules that are gathered together: one, or several that run one after another.
 BlockOf = nn.Module | Sequence[nn.Module]
@@ -54,18 +55,6 @@ def _blocks_of(module: nn.Module) -> list[nn.Module]:
     return [module] if _has_matrix(module) else default_blocks(module)
 
 
-def as_list(block: BlockOf) -> list[nn.Module]:
-    """The modules of a block."""
-    return [block] if isinstance(block, nn.Module) else listed("blocks", block)
-
-
-def listed(argument: str, given: Any) -> list[Any]:
-    """The elements of an argument that is iterable, which a single layer is not."""
-    is_iterable = isinstance(given, Iterable)
-    require(is_iterable, f"{argument} must be a list of modules, got {type(given).__name__}")
-    return list(given)
-
-
 def make_blocks(
     module: nn.Module,
     chosen: list[list[nn.Module]],
@@ -75,13 +64,20 @@ def make_blocks(
 ) -> tuple[list[Block], dict[str, nn.Parameter]]:
     """Divide the parameters: blocks, the last for what is outside of all others; and the rest."""
     named, places = dict(module.named_parameters()), _places_of(module)
+    name_of = {id(param): name for name, param in named.items()}
     keeps_dtype = {id(param) for part in full_precision for param in part.parameters()}
+
+    def kind_of(param: Tensor) -> tuple[Any, ...]:
+        return id(param) in keeps_dtype, param.dtype, param.device, param.requires_grad
+
+    # in a block, those that share a buffer: of one dtype, trained or frozen, gathered in one dtype
     blocks = []
     for index, (modules, names) in enumerate(zip([*chosen, []], divide(module, chosen))):
         flats = []
-        for members in _group_alike({name: named.pop(name) for name in names}, keeps_dtype):
-            at = [places[id(param)] for param in members.values()]
-            keeps = id(next(iter(members.values()))) in keeps_dtype
+        params: list[Any] = [named.pop(name) for name in names]
+        for (keeps, *_), alike in group_by(params, kind_of):
+            members: dict[str, Any] = {name_of[id(param)]: param for param in alike}
+            at = [places[id(param)] for param in alike]
             flats.append(FlatParameters(members, at, group, None if keeps else compute_dtype))
         blocks.append(Block(modules, flats, index))
     return blocks, named
@@ -124,17 +120,6 @@ def _places_of(module: nn.Module) -> dict[int, Places]:
             if param is not None:
                 places.setdefault(id(param), []).append((part, name))
     return places
-
-
-def _group_alike(
-    named: dict[str, nn.Parameter], keeps_dtype: set[int]
-) -> list[dict[str, nn.Parameter]]:
-    """Parameters that share a buffer: of one dtype, trained or frozen, gathered in one dtype."""
-    groups: dict[Any, dict[str, nn.Parameter]] = {}
-    for name, param in named.items():
-        kind = (param.dtype, param.device, param.requires_grad, id(param) in keeps_dtype)
-        groups.setdefault(kind, {})[name] = param
-    return list(groups.values())
 
 
 def checked_facts(

@@ -55,10 +55,8 @@ from lib.ddp.wrapper_base import Structure, Wrapper, inner_module
 from lib.fsdp.blocks import (
     Block,
     BlockOf,
-    as_list,
     checked_facts,
     default_blocks,
-    listed,
     make_blocks,
     tensors_in,
 )
@@ -100,17 +98,11 @@ class FSDP(GradientSync, Wrapper):
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
         self.prefetches = prefetch
+        given = default_blocks(module) if blocks is None else blocks
+        chosen = [[part] if isinstance(part, nn.Module) else list(part) for part in given]
+        kept = list(full_precision)
         options = {"compute_dtype": compute_dtype, "prefetch": prefetch}
-        chosen: list[list[nn.Module]] = []
-        kept: list[nn.Module] = []
-
-        def checked() -> dict[str, str]:
-            given = default_blocks(module) if blocks is None else listed("blocks", blocks)
-            chosen.extend(map(as_list, given))
-            kept.extend(listed("full_precision", full_precision))
-            return checked_facts(module, chosen, kept, options)
-
-        broadcast_module(module, group, checked)
+        broadcast_module(module, group, lambda: checked_facts(module, chosen, kept, options))
 
         # divide the parameters; the last block holds what is outside of all others
         self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)

@@ -334,7 +334,7 @@ def check_torch_ddp_is_freed_before_the_group_is_left() -> None:
     kept, dropped = wrap("torch_ddp", stack()), wrap("torch_ddp", stack())
     for model in (kept, dropped):
         step_of(model)
-    reducers = [weakref.ref(model.inner) for model in (kept, dropped)]
+    reducers = [weakref.ref(model.inner[0]) for model in (kept, dropped)]
     del model, dropped
     process_group._let_go()
     assert [reducer() for reducer in reducers] == [None, None]

@@ -286,36 +286,13 @@ def check_backward_through_a_frozen_module_leaves_nothing_to_finish() -> None:
 # Errors
 
 
-def check_what_goes_wrong_is_named() -> None:
-    odd = rank() == world_size() - 1
-    cases = {
-        "a.weight must be the same on all ranks": lambda: FSDP(Named(5 + odd)),
-        "prefetch must be the same on all ranks": lambda: FSDP(Named(5), prefetch=odd),
-        "block 0 must be the same on all ranks": lambda: first_block(Named(5), "b" if odd else "a"),
-    }
-    for words, make in cases.items():
-        message = message_of(make)
-        assert message.startswith(f"ValueError: {words}"), message
-    net = Named(5)
-    message = message_of(lambda: FSDP(net, blocks=[net, net.a]))
-    assert "blocks must not overlap" in message, message
-
+def check_a_forgotten_finish_is_an_error_at_the_next_forward() -> None:
     model = FSDP(Net())
     loss_of(model, *part(0, 0, rank())).backward()
     message = message_of(lambda: loss_of(model, *part(0, 0, rank())))
     assert message.startswith("RuntimeError: forward after a backward pass"), message
     model.finish_gradient_synchronization()
     backward(model)
-
-
-class Named(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, width), nn.Linear(4, 4)
-
-
-def first_block(net: nn.Module, name: str) -> FSDP:
-    return FSDP(net, blocks=[getattr(net, name)])
 
 
 def check_training_goes_on_after_an_exception_that_all_ranks_have() -> None:
@@ -352,8 +329,14 @@ def check_what_cannot_be_divided_is_refused_by_name() -> None:
     graded.last.weight.grad = torch.zeros_like(graded.last.weight)
     hooked.last.weight.register_post_accumulate_grad_hook(lambda param: None)
     stranger, net = nn.Linear(2, 2), Indexed()
-    divided = FSDP(Indexed())
+    divided, odd = FSDP(Indexed()), rank() == world_size() - 1
     cases: dict[str, Callable[[], Any]] = {
+        "weight must be the same on all ranks": lambda: FSDP(nn.Linear(4, 5 + odd)),
+        "prefetch must be the same on all ranks": lambda: FSDP(net, prefetch=odd),
+        "block 0 must be the same on all ranks": lambda: FSDP(
+            net, blocks=[net.last if odd else net.embedding]
+        ),
+        "blocks must not overlap": lambda: FSDP(net, blocks=[net, net.last]),
         "last.weight must have no gradient before it is divided": lambda: FSDP(graded),
         "last.weight must have no gradient hook": lambda: FSDP(hooked),
         "0.weight must have a shape, but is lazy": lambda: FSDP(lazy),
@@ -366,11 +349,6 @@ def check_what_cannot_be_divided_is_refused_by_name() -> None:
         ),
         "compute_dtype must be a floating-point dtype of torch, got 'bfloat16'": lambda: FSDP(
             net, "bfloat16"
-        ),
-        "blocks must be a list of modules, got Linear": lambda: FSDP(net, blocks=net.last),
-        "blocks must be a list of modules, got type": lambda: FSDP(net, blocks=[nn.Linear]),
-        "full_precision must be a list of modules, got Linear": lambda: FSDP(
-            net, full_precision=net.last
         ),
         "embedding.weight must be whole, but is divided among": lambda: FSDP(divided),
         "embedding.weight must be whole, but is divided": lambda: wrap("flashddp", divided),
