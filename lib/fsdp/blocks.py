@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -165,15 +165,10 @@ def checked_facts(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in lists, dicts, dataclasses, and what else PyTorch can take apart."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for item in value.values() for tensor in tensors_in(item))
-    elif isinstance(value, (list, tuple, set)):
-        yield from (tensor for item in value for tensor in tensors_in(item))
-    elif dataclasses.is_dataclass(value):
-        fields = (getattr(value, field.name, None) for field in dataclasses.fields(value))
-        yield from (tensor for item in fields for tensor in tensors_in(item))
-    elif type(value) in torch.utils._pytree.SUPPORTED_NODES:
-        yield from tensors_in(torch.utils._pytree.tree_leaves(value))
+    """Tensors in dataclasses, and in lists, dicts and what else PyTorch can take apart."""
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name, None))

@@ -336,34 +336,6 @@ def check_for_a_graph_forward_starts_the_all_gathers_after_each_step_and_replay(
     assert all((param == 1.0).all() for param in module.parameters())
 
 
-# Settings
-
-
-def check_options_of_step_reach_the_inner_optimizer() -> None:
-    def act(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        before = copy.deepcopy(module)
-        backward(module, 0)
-        optimizer.step(skip=torch.tensor(True))
-        check_equal(module, before, "skipped", atol=0)
-        optimizer.step(grad_scale=torch.tensor(1e-9))
-
-    check_as_unsharded(ADAMW, act)
-
-
-def check_a_learning_rate_tensor_stays_the_same_when_state_is_loaded() -> None:
-    for how in HOWS.values():
-        module = stack()
-        alone = copy.deepcopy(module)
-        lr = torch.tensor(0.0)
-        made, plain = made_of(module, ADAMW, lr=lr, **how), plain_of(alone, ADAMW | {"lr": 0.3})
-        made.load_state_dict(copy.deepcopy(made.state_dict()))
-        lr.fill_(0.3)
-        for model, used in ((module, made), (alone, plain)):
-            backward(model, 0)
-            used.step()
-        check_equal(module, alone, how)
-
-
 # Kinds of parameters
 
 
