@@ -6,7 +6,8 @@ buckets. Subclasses say what `send` starts: an all-reduce in data parallelism (`
 reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
 
 `Bucket` is the layout: parameters side by side in one buffer, which can be cut into a slice per
-rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too.
+rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too, and start their
+reduce-scatters and all-gathers with it.
 
 One bucket of two parameters for two ranks, a slice being 4 elements:
 
