@@ -29,8 +29,8 @@ STYLE = {
     "figure.dpi": 100,
     "figure.facecolor": PAPER,
     "figure.constrained_layout.use": True,
-    # 1.6 times the size shown: sharp on high-density screens, and small
-    "savefig.dpi": 160,
+    # 1.5 times the size shown: sharp on high-density screens, and small
+    "savefig.dpi": 150,
     "savefig.facecolor": PAPER,
     "savefig.transparent": False,
     "axes.facecolor": PAPER,

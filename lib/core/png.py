@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 
-MOST_COLORS = 64
+MOST_COLORS = 32
 
 
 def in_palette(png: bytes) -> bytes:
-    """The same picture with a palette of at most 64 colors; `png` itself if that is no smaller.
+    """The same picture with a palette of at most 32 colors; `png` itself if that is no smaller.
 
     Texts in the file, such as its description, and its resolution stay. A picture with transparent
     pixels stays as it is.
@@ -25,6 +25,7 @@ def in_palette(png: bytes) -> bytes:
         texts.add_text(name, text)
     small, kept = io.BytesIO(), {name: image.info[name] for name in ("dpi",) if name in image.info}
     # no dithering, which would put dots into areas of one color
-    colors = image.convert("RGB").quantize(MOST_COLORS, dither=Image.Dither.NONE)
+    coverage = Image.Quantize.MAXCOVERAGE  # rare colors, such as thin lines, keep their own
+    colors = image.convert("RGB").quantize(MOST_COLORS, coverage, dither=Image.Dither.NONE)
     colors.save(small, "png", optimize=True, pnginfo=texts, **kept)
     return min(small.getvalue(), png, key=len)

@@ -32,7 +32,7 @@ def test_a_saved_figure_is_opaque_sharper_than_described_and_always_the_same(tmp
                 files.append(save_figure(figure, tmp_path / folder / f"f.{ending}", alt="Rises."))
         assert files[0].read_bytes() == files[1].read_bytes()
     image = Image.open(tmp_path / "a/f.png")
-    assert image.size == (480, 320)
+    assert image.size == (450, 300)
     assert np.asarray(image.convert("RGBA"))[..., 3].min() == 255
     assert image.text["Description"] == "Rises."
     assert sorted(os.listdir(tmp_path / "a")) == ["f.png", "f.svg"]
