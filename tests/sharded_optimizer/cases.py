@@ -379,10 +379,10 @@ def check_parameters_may_be_frozen_and_trained_later() -> None:
 
 
 def check_dtypes_are_clipped_together_and_float64_in_float64() -> None:
-    alone_or_with = {"float64": 1e-15, "float32 bfloat16 float64": 1e-6}
-    for (name, how), (dtypes, atol) in itertools.product(HOWS.items(), alone_or_with.items()):
-        sizes = itertools.zip_longest(dtypes.split(), [(5,), (), (6,)], fillvalue="float64")
-        params = [torch.ones(size, dtype=getattr(torch, dtype)) for dtype, size in sizes]
+    several = (torch.float32, torch.bfloat16, torch.float64)
+    cases = ((several, 1e-6), ((torch.float64,) * 3, 1e-15))
+    for (name, how), (dtypes, atol) in itertools.product(HOWS.items(), cases):
+        params = [torch.ones(size, dtype=dtype) for size, dtype in zip((5, (), 6), dtypes)]
         module, made, alone, plain = twins(SGD, how, nn.ParameterList(params))
         for param in (*module, *alone):
             param.grad = torch.full_like(param, 0.3)
