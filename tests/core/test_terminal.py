@@ -1,4 +1,4 @@
-"""Stories on a terminal: no word is broken, and nothing is lost; bars where somebody sees them."""
+"""Stories on a terminal have bold prompts; bars are shown where somebody sees them."""
 
 import fcntl
 import os
@@ -12,34 +12,10 @@ from pathlib import Path
 import pytest
 
 from lib.core.terminal import progress_bar
-from lib.training.commands import BOLD, PLAIN, StoryPrinter, print_stories
-
-STORY = "Once upon a time,\n\nthere was a fox   named Incomprehensibility-Extraordinaire.  "
+from lib.training.commands import BOLD, PLAIN, print_stories
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_lines_break_between_words_however_the_text_arrives(capsys, size):
-    printer = StoryPrinter(width=12)
-    for start in range(0, len(STORY), size):
-        printer.write(STORY[start : start + size])
-    printer.close()
-    assert capsys.readouterr().out.splitlines() == [
-        *("Once upon a", "time,", "", "there was a", "fox   named"),
-        "Incomprehensibility-Extraordinaire.",
-    ]
-
-
-def test_a_style_ends_inside_a_word_and_takes_no_room(capsys):
-    printer = StoryPrinter(width=9)
-    printer.write("one tw", style=BOLD)
-    printer.write("o th")
-    assert capsys.readouterr().out == f"{BOLD}one tw{PLAIN}o"
-    printer.write("ree")
-    printer.close()
-    assert capsys.readouterr().out == "\nthree\n"
-
-
-def test_where_there_is_no_terminal_texts_are_printed_as_they_are(capsys, monkeypatch):
+def test_prompts_are_bold_on_a_terminal_alone(capsys, monkeypatch):
     print_stories(("a", "b"), [" c" * 100, "\nd"])
     assert capsys.readouterr().out == "a" + " c" * 100 + "\n\nb\nd\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -25,7 +25,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,24 +52,16 @@ def check(is_right: object, message: str) -> None:
         raise KernelError(message)
 
 
-def simulated(
-    seed: int, edits: Iterable[tuple[str, str]] = (), multiprocessors: int = 5
-) -> SimpleNamespace:
+def simulated(seed: int, multiprocessors: int = 5) -> SimpleNamespace:
     """The functions of `lib.flash_attention.hopper.launch`, for tensors on the CPU.
 
     Args:
         seed: seed of the order of events.
-        edits: pairs of a text that occurs once in the source, and its replacement.
         multiprocessors: how many programs share the items of work, if they are persistent.
     """
-    texts = {name: (LIB / name).read_text(encoding="utf-8") for name in FILES}
-    for old, new in edits:
-        found = sum(text.count(old) for text in texts.values())
-        check(found == 1, f"{old!r} must occur once, found {found} times")
-        texts = {name: text.replace(old, new) for name, text in texts.items()}
     names = NAMES | {"__name__": "simulated"}
-    for name, text in texts.items():
-        tree = ast.parse(text)
+    for name in FILES:
+        tree = ast.parse((LIB / name).read_text(encoding="utf-8"))
         tree.body = [line for line in tree.body if not is_replaced_import(line)]
         exec(compile(tree, name, "exec"), names)
     rng, schedule_tiles = random.Random(seed), names["schedule_tiles"]
@@ -82,7 +74,7 @@ def simulated(
     names["_one_item_each"] = lambda num_items, _: torch.from_numpy(
         schedule_tiles([1], num_items, 1, False, programs=num_items)
     )
-    names["_launch"] = lambda key, device, addresses, make: [
+    names["_launch"] = lambda key, tensors, make: [
         kernel[grid](**arguments) for kernel, grid, arguments in make()
     ]
     return SimpleNamespace(**names)
@@ -468,12 +460,12 @@ class Kernel:
 
     def __init__(self, function: Callable, rng: random.Random):
         self.function, self.rng = function, rng
+        self.arg_names = list(inspect.signature(function).parameters)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(**settings) -> None:
             # without the compiler's options
-            names = inspect.signature(self.function).parameters
-            args = {name: settings[name] for name in names}
+            args = {name: settings[name] for name in self.arg_names}
             args = {k: Pointer.to(x) if isinstance(x, torch.Tensor) else x for k, x in args.items()}
             for number in range(grid[0]):
                 # this thread counts as a partition of the program

@@ -3,7 +3,10 @@
 Run as a program, the file compiles the jobs that it reads from standard input.
 """
 
+import ctypes
+import functools
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,7 +60,7 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
 
     found = {}
 
-    def record(key, device, addresses, make: Callable) -> None:
+    def record(key, tensors, make: Callable) -> None:
         found.update({kernel.__name__: arguments for kernel, _, arguments in make()})
 
     replace(hopper, "_launch", record)
@@ -81,16 +84,29 @@ def compile_one(job: dict) -> dict:
     """`job` with the resources of the compiled kernel."""
     from lib.flash_attention.hopper import compiled as hopper_compiled
     from lib.flash_attention.hopper import launch as hopper
+    from lib.flash_attention.hopper.direct import DirectLaunch, TensorMap
 
     function = getattr(hopper, job["kernel"])
     with pytest.MonkeyPatch.context() as patch:
         arguments = launches(job, patch.setattr)[job["kernel"]]
     kind = hopper_compiled.kind_of(function, arguments)
     code, about = hopper_compiled.compile_with_triton(*kind)
-    # raises if this Triton passes parameters in another way
     binary = hopper_compiled.Binary.of(kind[1], code, about)
+    on_a_gpu = SimpleNamespace(handle=None, device=0)
+    passed = DirectLaunch(binary, on_a_gpu, (1,), arguments).fixed
+    # a launch passes what this Triton's kernels take
+    sizes = [ctypes.sizeof(TensorMap if x is None else x) for x in passed]
+    assert sizes == parameter_bytes(code["ptx"])
     found = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=binary.shared_bytes))
     return job | resources(found) | {"matmuls": code["ptx"].count("wgmma.mma_async")}
+
+
+def parameter_bytes(ptx: str) -> list[int]:
+    """The bytes of each parameter of the kernel in PTX."""
+    (declared,) = re.findall(r"\.entry \w+\(([^)]*)\)", ptx)
+    arrays = [re.search(r"\.b8 \w+\[(\d+)\]", line) for line in declared.split(",")]
+    bits = [re.search(r"\.param \.\w(\d+)", line) for line in declared.split(",")]
+    return [int(a[1]) if a else int(b[1]) // 8 for a, b in zip(arrays, bits)]
 
 
 def jobs(**variant) -> list[dict]:
@@ -219,45 +235,50 @@ def scheduled(hopper, forward, backward):
     return lambda q, k, v, *, is_causal, scale: Scheduled.apply(q, k, v, is_causal, scale)
 
 
-# warpgroups, keys, stages, is_ordered, is_persistent, kept: of the forward pass, and of dQ and of
-# dK and dV
+# warpgroups, keys, stages, is_ordered, is_persistent, is_kept: of the forward pass, and of dQ and
+# of dK and dV
 FORWARD = {
-    64: [(2, 128, 2), (3, 128, 3, True, False), (3, 128, 2, True), (2, 128, 3, False, True, 1)],
-    128: [(2, 128, 2), (2, 64, 4), (2, 128, 2, True, True, 1)],
+    64: [(2, 128, 2), (3, 128, 3, True, False), (3, 128, 2, True), (2, 128, 3, False, True, True)],
+    128: [(2, 128, 2), (2, 64, 4), (2, 128, 2, True, True, True)],
     256: [(2, 64, 2), (2, 64, 2, True, False)],
 }
 BACKWARD = {
     64: [
         ((3, 64, 4), (2, 64, 4)),
-        ((3, 64, 4, False, False, 1), (2, 64, 4, False, False, 2)),
-        ((2, 128, 3), (2, 64, 3, False, True, 1)),
+        ((3, 64, 4, False, False, True), (2, 64, 4, False, False, True)),
+        ((2, 128, 3), (2, 64, 3, False, True, True)),
     ],
-    128: [((2, 64, 3), (2, 64, 2)), ((2, 64, 3, False, False, 1), (2, 64, 3, False, False))],
+    128: [((2, 64, 3), (2, 64, 2)), ((2, 64, 3, False, False, True), (2, 64, 3, False, False))],
     256: [((2, 32, 3), (1, 64, 2)), ((2, 32, 3, False, False), (1, 64, 2, False, False))],
 }
 SCHEDULES = [(d, s, None) for d in FORWARD for s in FORWARD[d]]
 SCHEDULES += [(d, None, s) for d in BACKWARD for s in BACKWARD[d]]
-TUNED = [
+CASES = [
     Case(1, 300, 64),
     Case(300, 1, 128),
     Case(63, 65, 64, False, heads=4, key_heads=1),
     Case(193, 191, 128, heads=4, key_heads=1),
-    Case(256, 256, 64, False),
-    Case(90, 1000, 128, heads=4),
+    Case(256, 256, 64, False, layout="tokens first"),
+    Case(90, 1000, 128, heads=4, layout="amid NaN"),
     Case(1000, 90, 64, heads=4, key_heads=1),
-    Case(1000, 90, 128, False),
+    Case(1000, 1000, 64, heads=4, key_heads=2),
+    Case(1000, 770, 128, False),
+    # in wider tiles of the two backward kernels, and of the forward one without a mask up to 64
+    Case(193, 191, 40, heads=4, key_heads=1),
+    Case(150, 150, 56, False),
+    Case(300, 200, 80, False, heads=4, key_heads=2),
+    Case(257, 257, 96, scale=0.5),
+    Case(500, 500, 88, layout="tokens first"),
+    Case(1, 300, 192),
+    Case(300, 1, 160, False),
+    Case(193, 191, 192, heads=4, key_heads=1),
+    Case(500, 500, 136, layout="tokens first"),
+    Case(1000, 770, 168, False, heads=4, key_heads=2),
+    Case(90, 1000, 160, layout="amid NaN"),
+    # too wide for the one backward kernel
     Case(193, 191, 256, heads=4, key_heads=1),
     Case(90, 1000, 256, heads=4),
     Case(256, 256, 256, False),
-]
-# In wider tiles, but for the forward pass of the last four.
-NARROW = [
-    Case(193, 191, 40, heads=4, key_heads=1),
-    Case(150, 150, 56, False),
-    Case(300, 200, 80, heads=4, key_heads=2),
-    Case(257, 257, 96),
-    Case(300, 200, 160, heads=4, key_heads=2),
-    Case(193, 191, 192, False),
 ]
 # each width with one mask: half as much to compile
 ON_FORMS = pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)], ids=str)
@@ -293,21 +314,22 @@ def test_every_schedule_is_right(hopper, head_dim, forward, backward):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", TUNED, ids=str)
-@pytest.mark.usefixtures("kernels")
-def test_the_tuned_kernels_are_right(hopper, case, dtype, monkeypatch):
+@pytest.mark.parametrize("backward", ["two kernels", "one kernel", "one kernel in any order"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_tuned_kernels_are_right(kernels, hopper, case, backward, dtype, monkeypatch):
+    is_one = backward != "two kernels"
+    if is_one and case.head_dim > 192:
+        pytest.skip("too wide for one kernel")
     # several items of work for each
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
-    attention = scheduled(hopper, None, None)
+    monkeypatch.setattr(hopper, "_one_kernel_is_faster", lambda q, k, is_causal: is_one)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **settings) -> Tensor:
+        assert hopper.supports(q, k, v)
+        deterministic = backward != "one kernel in any order"
+        return kernels.flash_attention(q, k, v, deterministic=deterministic, **settings)
+
     assert_error_at_most_twice_pytorchs(attention, case, dtype, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", NARROW, ids=str)
-@pytest.mark.usefixtures("kernels")
-def test_other_head_sizes_are_right_in_wider_tiles(hopper, case):
-    attention = scheduled(hopper, None, None)
-    assert_error_at_most_twice_pytorchs(attention, case, torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
@@ -433,6 +455,85 @@ def test_results_repeat_to_the_bit_whatever_runs_beside(kernels, head_dim, is_ca
     torch.cuda.synchronize()
     for results in again:
         assert all(a.equal(b) for a, b in zip(results, first))
+
+
+@pytest.fixture
+def one_kernel(kernels, hopper, monkeypatch):
+    """`kernels`, with gradients by the one backward kernel, for short sequences, too."""
+    monkeypatch.setattr(hopper, "_one_kernel_is_faster", lambda q, k, is_causal: True)
+    return kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_bytes", [1, 2**40], ids=["a head a section", "one section"])
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal"), [(64, True), (128, False), (80, True), (192, True)]
+)
+def test_the_gradients_of_one_kernel_repeat_to_the_bit(
+    one_kernel, head_dim, is_causal, cache_bytes, monkeypatch
+):
+    monkeypatch.setattr(one_kernel.hopper, "CACHE_BYTES", cache_bytes)
+    case = Case(1500, 1500, head_dim, is_causal, heads=16, key_heads=8)
+    q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.bfloat16, "cuda"))
+    out, lse = one_kernel.flash_forward(q, k, v, is_causal, 0.1)
+    tensors = (grad_out, q, k, v, out, lse, is_causal, 0.1)
+    first = one_kernel.flash_backward(*tensors)
+    for _ in range(5):
+        assert all(a.equal(b) for a, b in zip(one_kernel.flash_backward(*tensors), first))
+
+
+@pytest.mark.gpu
+@ON_FORMS
+def test_in_any_order_only_the_gradient_of_q_may_differ(one_kernel, head_dim, is_causal):
+    case = Case(1500, 1500, head_dim, is_causal, heads=8, key_heads=8)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+
+    def gradients():
+        settings = {"is_causal": is_causal, "deterministic": False}
+        attention = functools.partial(one_kernel.flash_attention, **settings)
+        return with_gradients(attention, inputs)[1:]
+
+    first, right = gradients(), right_results(inputs, case)[1]
+    for _ in range(5):
+        grad_q, *others = gradients()
+        assert all(a.equal(b) for a, b in zip(others, first[1:]))
+        assert largest(grad_q - right) <= 1.5 * largest(first[0] - right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False), (160, True)])
+def test_the_gradients_of_one_kernel_are_rotated_back(one_kernel, head_dim, is_causal):
+    case = Case(450, 300, head_dim, is_causal, heads=6, key_heads=2)
+    q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.bfloat16, "cuda"))
+    angles = torch.rand(500, head_dim // 2, device="cuda")
+    settings = (is_causal, head_dim**-0.5)
+    tensors = (grad_out, q, k, v, *one_kernel.flash_forward(q, k, v, *settings))
+    angles = (angles.cos(), angles.sin())
+    found = one_kernel.flash_backward(*tensors, *settings, angles=angles)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_kernel.hopper, "_one_kernel_is_faster", lambda q, k, is_causal: False)
+        expected = one_kernel.flash_backward(*tensors, *settings, angles=angles)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.01 * largest(b))
+
+
+@pytest.mark.gpu
+def test_a_recorded_graph_of_one_kernel_is_right(one_kernel):
+    case = Case(700, 700, heads=43, key_heads=43)
+    q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.bfloat16, "cuda"))
+    out, lse = one_kernel.flash_forward(q, k, v, True, 0.1)
+    tensors = (grad_out, q, k, v, out, lse, True, 0.1)
+    one_kernel.flash_backward(*tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = one_kernel.flash_backward(*tensors)
+    for _ in range(2):
+        for x in results:
+            x.fill_(torch.nan)
+        graph.replay()
+        for a, b in zip(results, one_kernel.flash_backward(*tensors)):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.01 * largest(b))
 
 
 @pytest.mark.gpu

@@ -173,13 +173,6 @@ def test_the_kernels_refuse_derivatives_in_forward_mode(kernels, device):
             kernels.flash_attention(dual, q, q)
 
 
-@ON_KERNEL_DEVICES
-def test_the_kernels_under_autocast_refuse_float64(kernels, device):
-    x = torch.ones(1, 1, 4, 16, dtype=torch.float64, device=device)
-    with torch.autocast(device, torch.float16), pytest.raises(ValueError, match="one dtype of"):
-        kernels.flash_attention(x, x, x)
-
-
 @pytest.mark.gpu
 @ON_MASKS
 def test_tf32_on_request_has_the_error_of_tf32(kernels, is_causal):

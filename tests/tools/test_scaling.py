@@ -129,3 +129,25 @@ def test_predictions_are_those_of_the_predictor_and_stand_beside_what_was_measur
     text = "\n".join(overview(frame))
     assert "0 of 3 peaks are within 3% of the formula; the farthest is -10.0%" in text
     assert "| step; 8 × NVIDIA H200 |    3 |" in text
+
+
+def test_a_refitted_step_of_fsdp_takes_as_long_a_block_as_the_other_models_did(tmp_path):
+    config = ScalingConfig(predict=True, parts=("step",), ranks=2, output=tmp_path)
+    benchmark_scaling(config)
+    path = tmp_path / "scaling.jsonl"
+    cases = [case for group in scaling_groups(config, 2, "nccl") for case in group]
+    took = {"gpt2-124m": 12 * 10.0, "large": 36 * 10.0, "xl": 48 * 12.0}
+    for case in cases:
+        if case.method == "fsdp" and case.model in took:
+            figures = {"status": "ok", "median_ms": took[case.model], "tokens_per_s": 1.0}
+            figures |= {"measured": {"peak": 1e9}, "predicted": {"peak": 1e9}}
+            record = new_record(figures, config=vars(case))
+            append_record(path, record | {"device": "NVIDIA H200"})
+    frame = scaling_frame(read_records(path)).set_index(["model", "method"])
+    # the model itself does not count: neither 12 ms of `xl`, nor 10 ms of `large`
+    assert frame.loc[("xl", "fsdp"), "refitted_ms"] == 48 * 10
+    assert frame.loc[("xl", "fsdp"), "refitted_error"] == pytest.approx(10 / 12)
+    assert frame.loc[("large", "fsdp"), "refitted_ms"] == 36 * 11
+    # what was not measured has one, too; a GPU that is slower than the host counts
+    assert frame.loc[("gpt2-354m", "fsdp"), "refitted_ms"] == 24 * 10
+    assert not frame.loc[("xl", "fsdp2"), "refitted_ms"] > 0

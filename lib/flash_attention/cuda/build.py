@@ -2,8 +2,8 @@
 
 No toolkit and no C++ compiler is needed. What is compiled stays in the user's cache folder, under a
 hash of sources, options and compiler, so that the next process loads it in milliseconds. Where the
-environment variable WORKBOOK_KERNELS names a folder, it stays there; and such a folder put at
-SHIPPED travels with the package, whose users then compile nothing.
+environment variable WORKBOOK_KERNELS names a folder, it stays there: such a folder can travel to
+other machines, which then compile nothing.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ import torch
 from lib.core.files import user_cache, write_atomically
 
 SOURCES = Path(__file__).parent
-SHIPPED = SOURCES / "compiled"
 
 
 def build(name: str, constants: Mapping[str, int], architecture: str) -> bytes:
@@ -48,16 +47,15 @@ def build(name: str, constants: Mapping[str, int], architecture: str) -> bytes:
 
 
 def find_or_make(file: str, make: Callable[[], bytes]) -> bytes:
-    """Return a compiled kernel from the package or the cache, or make it and keep it there.
+    """Return a compiled kernel from the cache, or make it and keep it there.
 
     A file that is damaged is made again: it begins with the SHA-256 hash of what follows.
     """
-    for folder in (lambda: SHIPPED, cache_folder):
-        with contextlib.suppress(OSError):
-            content = (folder() / file).read_bytes()
-            digest, image = content[:32], content[32:]
-            if hashlib.sha256(image).digest() == digest:
-                return image
+    with contextlib.suppress(OSError):
+        content = (cache_folder() / file).read_bytes()
+        digest, image = content[:32], content[32:]
+        if hashlib.sha256(image).digest() == digest:
+            return image
     image = make()
     # where nothing can be written, the next process compiles again
     with contextlib.suppress(OSError):

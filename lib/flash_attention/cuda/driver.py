@@ -3,6 +3,8 @@
 import ctypes
 import functools
 
+import torch
+
 SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -27,34 +29,36 @@ class Function:
         self.device, self.threads, self.shared_bytes = device, threads, shared_bytes
         self.handle, module = ctypes.c_void_p(), ctypes.c_void_p()
         use_context(device)
-        _check(driver().cuModuleLoadData(ctypes.byref(module), image))
-        _check(driver().cuModuleGetFunction(ctypes.byref(self.handle), module, name.encode()))
+        check(driver().cuModuleLoadData(ctypes.byref(module), image))
+        check(driver().cuModuleGetFunction(ctypes.byref(self.handle), module, name.encode()))
         # beyond 48 KiB only on request
-        _check(driver().cuFuncSetAttribute(self.handle, SHARED_BYTES_ATTRIBUTE, shared_bytes))
+        check(driver().cuFuncSetAttribute(self.handle, SHARED_BYTES_ATTRIBUTE, shared_bytes))
 
-    def launch(self, blocks: int, argument: ctypes.Structure, stream: int) -> None:
-        """Launch `blocks` blocks on a stream of this GPU."""
+    def __call__(self, blocks: int, argument: ctypes.Structure) -> None:
+        """Launch `blocks` blocks on the current stream of this GPU."""
         use_context(self.device)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         grid, block = (blocks, 1, 1), (self.threads, 1, 1)
         shared, queue = self.shared_bytes, ctypes.c_void_p(stream)
-        _check(driver().cuLaunchKernel(self.handle, *grid, *block, shared, queue, arguments, None))
+        check(driver().cuLaunchKernel(self.handle, *grid, *block, shared, queue, arguments, None))
 
 
 def use_context(device: int) -> None:
     """Make PyTorch's context of a GPU the current one; a thread of autograd may have none yet."""
-    _check(driver().cuCtxSetCurrent(_context(device)))
+    check(driver().cuCtxSetCurrent(_context(device)))
 
 
 @functools.cache
 def _context(device: int) -> ctypes.c_void_p:
     context, handle = ctypes.c_void_p(), ctypes.c_int()
-    _check(driver().cuDeviceGet(ctypes.byref(handle), device))
-    _check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+    check(driver().cuDeviceGet(ctypes.byref(handle), device))
+    check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
     return context
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
+    """Raise RuntimeError with the driver's words for a status that is not 0."""
     if status:
         text = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(text))

@@ -219,51 +219,38 @@ DEVICE void keep(unsigned (&x)[N][4]) {
 #define FOUR(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define FOUR_NEW(c, i) "=f"(c[i][0]), "=f"(c[i][1]), "=f"(c[i][2]), "=f"(c[i][3])
 #define TWO(of, c, i) of(c, i), of(c, i + 1)
-#define REGISTERS_2(of, c) TWO(of, c, 0)
-#define REGISTERS_4(of, c) REGISTERS_2(of, c), TWO(of, c, 2)
+#define REGISTERS_4(of, c) TWO(of, c, 0), TWO(of, c, 2)
 #define REGISTERS_8(of, c) REGISTERS_4(of, c), TWO(of, c, 4), TWO(of, c, 6)
 #define REGISTERS_10(of, c) REGISTERS_8(of, c), TWO(of, c, 8)
 #define REGISTERS_12(of, c) REGISTERS_10(of, c), TWO(of, c, 10)
 #define REGISTERS_14(of, c) REGISTERS_12(of, c), TWO(of, c, 12)
 #define REGISTERS_16(of, c) REGISTERS_14(of, c), TWO(of, c, 14)
-#define REGISTERS_18(of, c) REGISTERS_16(of, c), TWO(of, c, 16)
-#define REGISTERS_20(of, c) REGISTERS_18(of, c), TWO(of, c, 18)
-#define REGISTERS_22(of, c) REGISTERS_20(of, c), TWO(of, c, 20)
-#define REGISTERS_24(of, c) REGISTERS_22(of, c), TWO(of, c, 22)
-#define REGISTERS_32(of, c)                                                           \
-    REGISTERS_24(of, c), TWO(of, c, 24), TWO(of, c, 26), TWO(of, c, 28), TWO(of, c, 30)
+#define REGISTERS_20(of, c) REGISTERS_16(of, c), TWO(of, c, 16), TWO(of, c, 18)
+#define REGISTERS_24(of, c) REGISTERS_20(of, c), TWO(of, c, 20), TWO(of, c, 22)
 
 // and their names in it
-#define NAMES_2 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define NAMES_4 NAMES_2 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_8                                                                         \
     NAMES_4 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_10 NAMES_8 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_12 NAMES_10 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_14 NAMES_12 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define NAMES_16 NAMES_14 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_18 NAMES_16 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define NAMES_20 NAMES_18 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES_22 NAMES_20 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define NAMES_24 NAMES_22 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_32 \
-    NAMES_24 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-             ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_20                                                                        \
+    NAMES_16 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_24                                                                        \
+    NAMES_20 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
-// Every size: N, columns of C, and the names of the operands after its 4N registers
+// Every size that a kernel has: N, columns of C, and the names of the operands after its 4N registers
 #define FOR_EVERY_SIZE(CASE)             \
-    CASE(2, 16, 8, 9, 10, 11, 12, 13)    \
     CASE(4, 32, 16, 17, 18, 19, 20, 21)  \
     CASE(8, 64, 32, 33, 34, 35, 36, 37)  \
     CASE(10, 80, 40, 41, 42, 43, 44, 45) \
     CASE(12, 96, 48, 49, 50, 51, 52, 53) \
     CASE(14, 112, 56, 57, 58, 59, 60, 61) \
     CASE(16, 128, 64, 65, 66, 67, 68, 69) \
-    CASE(18, 144, 72, 73, 74, 75, 76, 77) \
     CASE(20, 160, 80, 81, 82, 83, 84, 85) \
-    CASE(22, 176, 88, 89, 90, 91, 92, 93) \
-    CASE(24, 192, 96, 97, 98, 99, 100, 101) \
-    CASE(32, 256, 128, 129, 130, 131, 132, 133)
+    CASE(24, 192, 96, 97, 98, 99, 100, 101)
 #define MATMUL(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." TYPE "." TYPE
 #define IS_SIZE(SIZE, ...) || N == SIZE
 template <int N>

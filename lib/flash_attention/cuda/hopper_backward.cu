@@ -42,28 +42,6 @@ static_assert(GRAD_S_FULL + 8 * STAGES == SHARED_BYTES, "as the host has it");
 constexpr int N = QUERIES / 8;  // fragments across a tile of queries
 constexpr int D = DIM / 8;      // and across head_dim
 
-// C = 64 rows of K or V · tileᵀ
-DEVICE void issue_transposed(float (&c)[N][4], unsigned rows, unsigned tile) {
-    begin_matmuls();
-#pragma unroll
-    for (int i = 0; i < DIM / 16; ++i) {
-        unsigned long long a = operand(rows, i / 4 * KEY_TILE + i % 4 * 32);
-        unsigned long long b = operand(tile, i / 4 * QUERY_TILE + i % 4 * 32);
-        i ? multiply_add<0>(c, a, b) : multiply<0>(c, a, b);
-    }
-    end_matmuls();
-}
-
-// C += operand · tile
-DEVICE void issue(float (&c)[D][4], unsigned (&a)[N / 2][4], unsigned tile) {
-    keep(a);
-    begin_matmuls();
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i)
-        multiply_add<1>(c, a[i], operand(tile, i * 16 * ROW_BYTES, QUERY_TILE));
-    end_matmuls();
-}
-
 // C = 64 rows of dS · columns of K
 template <int M>
 DEVICE void issue_grad_q(float (&c)[M][4], unsigned grad_s, unsigned k) {
@@ -77,30 +55,14 @@ DEVICE void issue_grad_q(float (&c)[M][4], unsigned grad_s, unsigned k) {
     end_matmuls();
 }
 
-// Scores that the mask hides, and those past the last query or key, become -inf.
-DEVICE void hide(float (&scores)[N][4], int first_key, int first_query, const Backward& args) {
-    int own_key = first_key + 16 * warp_of_four() + lane() / 4;
-    int own_query = first_query + lane() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            int query = own_query + 8 * i + j % 2, key = own_key + j / 2 * 8;
-            bool is_visible = key < args.num_keys && query < args.num_queries;
-            if (CAUSAL) is_visible &= key <= query;
-            if (!is_visible) scores[i][j] = -INFINITE;
-        }
-}
-
 // S becomes P.
 DEVICE void exponentiate(float (&scores)[N][4], unsigned lse, float scale_log2) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         float2 x = load_pair(lse + 32 * i);
-        scores[i][0] = exp2_fast(scores[i][0] * scale_log2 - x.x);
-        scores[i][1] = exp2_fast(scores[i][1] * scale_log2 - x.y);
-        scores[i][2] = exp2_fast(scores[i][2] * scale_log2 - x.x);
-        scores[i][3] = exp2_fast(scores[i][3] * scale_log2 - x.y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            scores[i][j] = exp2_fast(scores[i][j] * scale_log2 - (j % 2 ? x.y : x.x));
     }
 }
 
@@ -109,10 +71,8 @@ DEVICE void to_grad_s(float (&grad_p)[N][4], const float (&p)[N][4], unsigned de
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         float2 x = load_pair(delta + 32 * i);
-        grad_p[i][0] = p[i][0] * (grad_p[i][0] - x.x);
-        grad_p[i][1] = p[i][1] * (grad_p[i][1] - x.y);
-        grad_p[i][2] = p[i][2] * (grad_p[i][2] - x.x);
-        grad_p[i][3] = p[i][3] * (grad_p[i][3] - x.y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) grad_p[i][j] = p[i][j] * (grad_p[i][j] - (j % 2 ? x.y : x.x));
     }
 }
 
@@ -172,18 +132,18 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         int first_query = step.tile * QUERIES;
         // S, which runs after dK of the step before this one
         wait(memory + Q_FULL + 8 * step.stage, step.parity);
-        issue_transposed(scores, k, q);
+        issue_transposed<KEY_TILE, QUERY_TILE>(scores, k, q);
         wait_for_matmuls<1>();
         if (i) release(memory + Q_EMPTY + 8 * (step.stage ^ 1));
         // dP, and P meanwhile
         if (i == 0) wait(memory + V_FULL, 0);
         wait(memory + GRAD_OUT_FULL + 8 * step.stage, step.parity);
-        issue_transposed(grad_p, v, grad_out);
+        issue_transposed<KEY_TILE, QUERY_TILE>(grad_p, v, grad_out);
         wait_for_matmuls<1>();
         keep(scores);
         bool is_cut = first_key + OWN_KEYS > args.num_keys || first_query + QUERIES > args.num_queries;
         if (is_cut || (CAUSAL && first_query < first_key + OWN_KEYS - 1))
-            hide(scores, first_key, first_query, args);
+            hide<true>(scores, first_key, first_query, args);
         exponentiate(scores, own_numbers + LSE_AT, args.scale * LOG2_E);
         to_operand(p, scores);
         wait_for_matmuls<0>();
@@ -194,12 +154,12 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         // dV; dQ once dS is there for both warpgroups; dK, which still runs when the next step begins.
         // A matmul with an operand in registers holds the warp: whoever waits for dS hears before that.
         if (APART && PART == 0) share_grad_s<PART>(memory, step);
-        issue(grad_v, p, grad_out);
+        issue_from_registers<QUERY_TILE>(grad_v, p, grad_out);
         if (GRAD_QS) share_grad_s<PART>(memory, step);
 #pragma unroll
         for (int j = 0; j < GRAD_QS; ++j)
             issue_grad_q(grad_q[j], grad_s_tiles + j * 64 * ROW_BYTES, k_columns);
-        issue(grad_k, grad_s, q);
+        issue_from_registers<QUERY_TILE>(grad_k, grad_s, q);
         wait_for_matmuls<1>();
         keep(p);
         release(memory + GRAD_OUT_EMPTY + 8 * step.stage);

@@ -227,6 +227,24 @@ DEVICE void unrotate(float (&x)[N][4], const Backward& args, int first_row, int 
 
 // Matmuls and what goes with them
 
+// Scores that the mask hides, and those past the last query or key, become -inf. Rows are queries and
+// columns keys, or the other way round.
+template <bool ROWS_ARE_KEYS, int M>
+DEVICE void hide(float (&scores)[M][4], int first_row, int first_column, const Backward& args) {
+    int own_row = first_row + 16 * warp_of_four() + lane() / 4;
+    int own_column = first_column + lane() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            int row = own_row + j / 2 * 8, column = own_column + 8 * i + j % 2;
+            int query = ROWS_ARE_KEYS ? column : row, key = ROWS_ARE_KEYS ? row : column;
+            bool is_visible = key < args.num_keys && query < args.num_queries;
+            if (CAUSAL) is_visible &= key <= query;
+            if (!is_visible) scores[i][j] = -INFINITE;
+        }
+}
+
 // Store 16-bit results transposed: their columns are rows of a tile, whose 64 columns are the rows of the
 // warpgroup's results. Each lane stores eight neighbors.
 template <int M>

@@ -30,18 +30,6 @@ constexpr int P_AT = GRAD_S_AT + KEY_TILE;
 constexpr int N = OWN_KEYS / 8;  // fragments across a warpgroup's keys
 constexpr int M = KEYS / 8;      // and across all
 
-// C = a tile of queries · 32 rows of K or V
-DEVICE void issue_scores(float (&c)[N][4], unsigned queries, unsigned keys) {
-    begin_matmuls();
-#pragma unroll
-    for (int i = 0; i < DIM / 16; ++i) {
-        unsigned long long a = operand(queries, i / 4 * QUERY_TILE + i % 4 * 32);
-        unsigned long long b = operand(keys, i / 4 * KEY_TILE + i % 4 * 32);
-        i ? multiply_add<0>(c, a, b) : multiply<0>(c, a, b);
-    }
-    end_matmuls();
-}
-
 // C += 64 columns of Q or dO, as rows · P or dS, which lies there transposed
 DEVICE void issue_by_columns(float (&c)[M][4], unsigned columns, unsigned transposed) {
     begin_matmuls();
@@ -62,21 +50,6 @@ DEVICE void issue_grad_q(float (&c)[PIECE_M][4], unsigned transposed, unsigned k
         i ? multiply_add<1, 1>(c, a, b) : multiply<1, 1>(c, a, b);
     }
     end_matmuls();
-}
-
-// Scores that the mask hides, and those past the last query or key, become -inf.
-DEVICE void hide(float (&scores)[N][4], int first_key, int first_query, const Backward& args) {
-    int own_query = first_query + 16 * warp_of_four() + lane() / 4;
-    int own_key = first_key + lane() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            int query = own_query + j / 2 * 8, key = own_key + 8 * i + j % 2;
-            bool is_visible = key < args.num_keys && query < args.num_queries;
-            if (CAUSAL) is_visible &= key <= query;
-            if (!is_visible) scores[i][j] = -INFINITE;
-        }
 }
 
 // S becomes P. A lane has two queries, whose numbers are eight apart.
@@ -171,18 +144,18 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         int first_query = step.tile * QUERIES;
         // S, which runs after dK of the step before this one
         wait(memory + Q_FULL + 8 * step.stage, step.parity);
-        issue_scores(scores, q, memory + K_AT + own_keys);
+        issue_transposed<QUERY_TILE, KEY_TILE>(scores, q, memory + K_AT + own_keys);
         wait_for_matmuls<1>();
         if (i) release(memory + Q_EMPTY + 8 * (step.stage ^ 1));
         // dP, and P meanwhile
         if (i == 0) wait(memory + V_FULL, 0);
         wait(memory + GRAD_OUT_FULL, step.grad_out_parity());
-        issue_scores(grad_p, grad_out, memory + V_AT + own_keys);
+        issue_transposed<QUERY_TILE, KEY_TILE>(grad_p, grad_out, memory + V_AT + own_keys);
         wait_for_matmuls<1>();
         keep(scores);
         bool is_cut = first_key + OWN_KEYS > args.num_keys || first_query + QUERIES > args.num_queries;
         if (is_cut || (CAUSAL && first_query < first_key + OWN_KEYS - 1))
-            hide(scores, first_key, first_query, args);
+            hide<false>(scores, first_query, first_key, args);
         exponentiate(scores, own_numbers + LSE_AT + step.stage * QUERIES * 4, args.scale * LOG2_E);
         // All dV that read the last P are done: only then came this dO, which has no place of its own.
         share(scores, p_tile + own_keys, P_WRITTEN);

@@ -125,29 +125,6 @@ DEVICE void load(const Forward& args, const Work& work, unsigned memory, Step& s
 constexpr int N = KEYS / 8;  // fragments across a tile of keys
 constexpr int D = DIM / 8;   // and across a head
 
-// S = 64 rows of Q · tileᵀ
-DEVICE void issue_scores(float (&scores)[N][4], unsigned q, unsigned k) {
-    begin_matmuls();
-#pragma unroll
-    for (int i = 0; i < DIM / 16; ++i) {
-        unsigned long long a = operand(q, i / 4 * QUERY_TILE + i % 4 * 32);
-        unsigned long long b = operand(k, i / 4 * KEY_TILE + i % 4 * 32);
-        i ? multiply_add<0>(scores, a, b) : multiply<0>(scores, a, b);
-    }
-    end_matmuls();
-}
-
-// O += P · tile
-DEVICE void issue_output(float (&out)[D][4], unsigned (&p)[N / 2][4], unsigned v) {
-    keep(p);
-    keep(out);
-    begin_matmuls();
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i)
-        multiply_add<1>(out, p[i], operand(v, i * 16 * ROW_BYTES, KEY_TILE));
-    end_matmuls();
-}
-
 // Scores that the mask hides, and those past the last key, become -inf.
 DEVICE void hide(float (&scores)[N][4], int first_query, int first_key, const Forward& args) {
     int own_query = first_query + 16 * warp_of_four() + lane() / 4;
@@ -266,7 +243,7 @@ DEVICE void attend(const Forward& args, const Work& work, unsigned memory, Step&
 
     // the weights of the first tile
     wait(memory + K_FULL + 8 * step.stage, step.parity);
-    issue_scores(scores, q, k + step.stage * TILES * KEY_TILE);
+    issue_transposed<QUERY_TILE, KEY_TILE>(scores, q, k + step.stage * TILES * KEY_TILE);
     wait_for_matmuls<0>();
     keep(scores);
     release(memory + K_EMPTY + 8 * step.stage);
@@ -279,10 +256,11 @@ DEVICE void attend(const Forward& args, const Work& work, unsigned memory, Step&
         step.next();
         wait(memory + K_FULL + 8 * step.stage, step.parity);
         wait_for_turn(part);
-        issue_scores(scores, q, k + step.stage * TILES * KEY_TILE);
+        issue_transposed<QUERY_TILE, KEY_TILE>(scores, q, k + step.stage * TILES * KEY_TILE);
         if (__any_sync(WHOLE_WARP, shrink[0] != 1 || shrink[1] != 1)) scale_rows(out, shrink);
         wait(memory + V_FULL + 8 * values.stage, values.parity);
-        issue_output(out, p, v + values.stage * TILES * KEY_TILE);
+        keep(out);
+        issue_from_registers<KEY_TILE>(out, p, v + values.stage * TILES * KEY_TILE);
         pass_turn(part);
         // the next tile's weights; the second matmul runs
         wait_for_matmuls<1>();
@@ -299,7 +277,8 @@ DEVICE void attend(const Forward& args, const Work& work, unsigned memory, Step&
     // the last tile's weights times values
     scale_rows(out, shrink);
     wait(memory + V_FULL + 8 * step.stage, step.parity);
-    issue_output(out, p, v + step.stage * TILES * KEY_TILE);
+    keep(out);
+    issue_from_registers<KEY_TILE>(out, p, v + step.stage * TILES * KEY_TILE);
     wait_for_matmuls<0>();
     keep(out);
     release(memory + V_EMPTY + 8 * step.stage);

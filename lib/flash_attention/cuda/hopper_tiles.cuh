@@ -37,6 +37,19 @@ DEVICE void scale_by(float (&x)[N][4], float factor) {
         for (int j = 0; j < 4; ++j) x[i][j] *= factor;
 }
 
+// C = 64 rows · tileᵀ, across a head. A_TILE and B_TILE are the bytes from 64 columns of these to the next.
+template <int A_TILE, int B_TILE, int N>
+DEVICE void issue_transposed(float (&c)[N][4], unsigned rows, unsigned tile) {
+    begin_matmuls();
+#pragma unroll
+    for (int i = 0; i < DIM / 16; ++i) {
+        unsigned long long a = operand(rows, i / 4 * A_TILE + i % 4 * 32);
+        unsigned long long b = operand(tile, i / 4 * B_TILE + i % 4 * 32);
+        i ? multiply_add<0>(c, a, b) : multiply<0>(c, a, b);
+    }
+    end_matmuls();
+}
+
 // The registers of a result, rounded to 16 bits, are those of a left operand.
 template <int N>
 DEVICE void to_operand(unsigned (&to)[N][4], const float (&x)[2 * N][4]) {
@@ -47,6 +60,16 @@ DEVICE void to_operand(unsigned (&to)[N][4], const float (&x)[2 * N][4]) {
         to[i][2] = pack(x[2 * i + 1][0], x[2 * i + 1][1]);
         to[i][3] = pack(x[2 * i + 1][2], x[2 * i + 1][3]);
     }
+}
+
+// C += A · tile, with A in registers. B_TILE are the bytes from 64 columns of the tile to the next.
+template <int B_TILE, int D, int N>
+DEVICE void issue_from_registers(float (&c)[D][4], unsigned (&a)[N][4], unsigned tile) {
+    keep(a);
+    begin_matmuls();
+#pragma unroll
+    for (int i = 0; i < N; ++i) multiply_add<1>(c, a[i], operand(tile, i * 16 * ROW_BYTES, B_TILE));
+    end_matmuls();
 }
 
 // Round a warpgroup's 64 rows to 16 bits and copy them to memory by way of tiles in shared memory.

@@ -127,12 +127,7 @@ def load_kernel(name: str, q: Tensor, architecture: str | None = None) -> Kernel
     file, dim = FILES[name], padded_dim(q)
     architecture = architecture or pick_architecture(torch.cuda.get_device_capability(q.device))
     function = _function(name, q.device.index, q.dtype == torch.bfloat16, dim, architecture)
-
-    def launch(blocks: int, arguments: AttentionArguments) -> None:
-        stream = torch.cuda.current_stream(q.device).cuda_stream
-        function.launch(blocks, arguments, stream)
-
-    return Kernel(pick_tiles(file, dim, architecture), launch)
+    return Kernel(pick_tiles(file, dim, architecture), function)
 
 
 def pick_tiles(file: str, dim: int, architecture: str) -> Tiles:

@@ -36,7 +36,7 @@ from lib.flash_attention.hopper.blocks import (
     part_of_queries,
     release_copied,
     store_tile,
-    tile_and_head,
+    take_item,
     times_transposed,
     two_matmuls,
     unrotate,
@@ -210,12 +210,9 @@ def _load_for_queries(args, CONFIG: gl.constexpr):
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     sizes = args.sizes
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, sizes, CONFIG.IS_CAUSAL)
+        tile, batch_head, item = take_item(args, item, index, CONFIG.IS_CAUSAL)
         batch = batch_head // sizes.heads
         head = batch_head % sizes.heads
 
@@ -246,12 +243,9 @@ def _load_for_queries(args, CONFIG: gl.constexpr):
 def _grad_queries_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     """Compute dQ of 64 queries at a time, in one of the warpgroups."""
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, args.sizes, CONFIG.IS_CAUSAL)
+        tile, batch_head, item = take_item(args, item, index, CONFIG.IS_CAUSAL)
         batch = batch_head // args.sizes.heads
         head = batch_head % args.sizes.heads
         first, seen, loaded = part_of_queries(tile, args.sizes, PART, CONFIG)
@@ -314,8 +308,7 @@ def _grad_queries(
 
     # delta, and what the other kernel needs
     mbarrier.wait(args.q_ring.full.index(PART), index & 1)
-    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS >= 1, SCORES)
-    grad_out = left_operand(grad_out_tile, CONFIG.IN_REGISTERS >= 2, SCORES)
+    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)
     delta = gl.sum(out.to(gl.float32) * grad_out_tile.load(COPY).to(gl.float32), 1)
     delta = gl.convert_layout(delta, SCORES_ROW)  # (64,)
     padded_row = gl.cast(batch_head, gl.int64) * args.padded + row
@@ -325,7 +318,7 @@ def _grad_queries(
     # dS of the first tile: the last keys, the only ones that can need a mask
     slot = wait_until_full(args.k_ring, step, CONFIG)
     k, v = args.k_tiles.index(slot), args.v_tiles.index(slot)
-    scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES, CONFIG)  # (64, KEYS)
+    scores, grad_p = two_matmuls(q, k, grad_out_tile, v, SCORES, CONFIG)  # (64, KEYS)
     scores, grad_p = warpgroup_mma_wait(0, [scores, grad_p])
     p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(lse, 1))
     if CONFIG.IS_CAUSAL or not CONFIG.IS_EVEN:
@@ -346,7 +339,7 @@ def _grad_queries(
         slot = i % CONFIG.STAGES
         following = (i + 1) % CONFIG.STAGES
         k, v = args.k_tiles.index(following), args.v_tiles.index(following)
-        scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES, CONFIG)
+        scores, grad_p = two_matmuls(q, k, grad_out_tile, v, SCORES, CONFIG)
         acc = warpgroup_mma(grad_scores_operand, args.k_tiles.index(slot), acc, is_async=True)
         # dS of the next tile while the last matmul runs
         scores, grad_p = warpgroup_mma_wait(1, [scores, grad_p])
@@ -471,7 +464,7 @@ def backward_keys_kernel(
             [4, 1],
             [CONFIG.REGISTERS, LOAD_REGISTERS],
         )
-    elif CONFIG.WARPGROUPS == 2:
+    else:
         gl.warp_specialize(
             [
                 (_grad_keys_partition, (args, 0, CONFIG)),
@@ -480,17 +473,6 @@ def backward_keys_kernel(
             ],
             [4, 1],
             [CONFIG.REGISTERS, LOAD_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_grad_keys_partition, (args, 0, CONFIG)),
-                (_grad_keys_partition, (args, 1, CONFIG)),
-                (_grad_keys_partition, (args, 2, CONFIG)),
-                (_load_for_keys, (args, CONFIG)),
-            ],
-            [4, 4, 1],
-            [CONFIG.REGISTERS, CONFIG.REGISTERS, LOAD_REGISTERS],
         )
 
 
@@ -501,13 +483,10 @@ def _load_for_keys(args, CONFIG: gl.constexpr):
     sizes = args.sizes
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
         # first tiles first: most queries see the first keys
-        tile, batch_head = tile_and_head(item, sizes, False)
+        tile, batch_head, item = take_item(args, item, index, False)
         key_heads = sizes.heads // sizes.group
         batch = batch_head // key_heads
         key_head = batch_head % key_heads
@@ -541,12 +520,9 @@ def _grad_keys_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     grad_tile = args.grad_tiles.index(PART)
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, sizes, False)
+        tile, batch_head, item = take_item(args, item, index, False)
         key_heads = sizes.heads // sizes.group
         first = tile * (CONFIG.WARPGROUPS * ROWS)
         loaded_from = first_query_tile(first, num_query_tiles, CONFIG)
@@ -557,8 +533,8 @@ def _grad_keys_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
         grad_v = gl.zeros([ROWS, DIM], gl.float32, OUT)
 
         mbarrier.wait(args.k_ring.full.index(PART), index & 1)
-        k = left_operand(args.k_tiles.index(PART), CONFIG.IN_REGISTERS >= 1, SCORES)  # (64, DIM)
-        v = left_operand(args.v_tiles.index(PART), CONFIG.IN_REGISTERS >= 2, SCORES)
+        k = left_operand(args.k_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)  # (64, DIM)
+        v = left_operand(args.v_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)
         for _member in range(sizes.group):
             # skip the tiles of queries that only see other warpgroups' keys
             for i in range(step, step + seen_from - loaded_from):
@@ -706,12 +682,9 @@ def _one_gradient_partition(args, IS_VALUES: gl.constexpr, CONFIG: gl.constexpr)
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     key_heads = sizes.heads // sizes.group
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, sizes, False)
+        tile, batch_head, item = take_item(args, item, index, False)
         first = tile * ROWS
         seen_from = first_query_tile(first, num_query_tiles, CONFIG)
         acc = gl.zeros([ROWS, DIM], gl.float32, OUT)

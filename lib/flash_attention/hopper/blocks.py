@@ -51,8 +51,8 @@ class Config(NamedTuple):
     IS_EVEN: bool
     """The last tile in the ring is a whole one, or needs the causal mask alone."""
 
-    IN_REGISTERS: int
-    """How many of the operands that stay (q and dO, or k and v) are held in registers."""
+    IN_REGISTERS: bool
+    """The operands that stay (q, or k and v) are held in registers."""
 
     IS_ORDERED: bool = False
     """Warpgroups issue their matmuls one after the other (ping-pong)."""
@@ -129,6 +129,15 @@ def tile_and_head(item, sizes, IS_LAST_FIRST: gl.constexpr):
     if IS_LAST_FIRST:
         tile = sizes.num_tiles - 1 - tile
     return tile, first_head + item % heads
+
+
+@gluon.jit
+def take_item(args, item, index, IS_LAST_FIRST: gl.constexpr):
+    """The tile and the head of this program's item number `index`, and its item after that."""
+    # issued long before it is needed
+    following = own_item(args.work_list_ptr, index + 1)
+    tile, batch_head = tile_and_head(item, args.sizes, IS_LAST_FIRST)
+    return tile, batch_head, following
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,10 +33,6 @@ TARGET = GPUTarget("cuda", 90, 32)
 UNALIGNED = ("lse_ptr",)
 LARGE = ("out_batch", "out_head", "out_token")
 OPTIONS = ("num_warps", "maxnreg")
-# The types of `.param` in PTX, and their bytes; those of Triton, and theirs.
-PTX_BYTES = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
-BYTES = {"i32": 4, "i64": 8, "fp32": 4}
-MAP_BYTES = 128
 # The code of a kernel is made under it: that is Python, and changes filters of warnings.
 _LOCK = threading.Lock()
 
@@ -58,19 +53,8 @@ class Binary(NamedTuple):
 
     @classmethod
     def of(cls, types: tuple, code: Mapping[str, Any], about: Mapping[str, Any]) -> Binary:
-        """The binary of a kernel that Triton compiled for arguments of these types.
-
-        Raises:
-            RuntimeError: this Triton passes parameters in another way.
-        """
-        sizes = [size for _, kind in types for size in parameter_sizes(kind)]
+        """The binary of a kernel that Triton compiled for arguments of these types."""
         name, threads = about["name"], 32 * about["num_warps"]
-        # Triton's scratch memory, of which these kernels need none
-        if [*sizes, 8, 8] != parameter_bytes(code["ptx"]):
-            raise RuntimeError(
-                f"Triton {triton.__version__} passes the parameters of {name} in another way than "
-                "3.6 and 3.7 do; use flash_attention_cuda or sdpa"
-            )
         maps = [dict(x) for x in about["tensordesc_meta"] or ()]
         return cls(code["cubin"], name, threads, about["shared"], dict(types), maps)
 
@@ -172,21 +156,3 @@ def compile_with_triton(
         if ending in ("ptx", "cubin"):
             forms[ending] = code
     return forms, about
-
-
-def parameter_sizes(kind: str) -> list[int]:
-    """The bytes of the parameters of an argument of a type."""
-    if kind.startswith("tensordesc"):
-        rank = kind[: kind.index("]")].count(",") + 1
-        return [MAP_BYTES, *[4] * rank, *[8] * rank]
-    return [8 if kind.startswith("*") else BYTES[kind]]
-
-
-def parameter_bytes(ptx: str) -> list[int]:
-    """The bytes of each parameter of the kernel in PTX."""
-    (declared,) = re.findall(r"\.entry \w+\(([^)]*)\)", ptx)
-    found = []
-    for line in declared.split(","):
-        array = re.search(r"\.b8 \w+\[(\d+)\]", line)
-        found.append(int(array[1]) if array else PTX_BYTES[re.search(r"\.param \.(\w+)", line)[1]])
-    return found

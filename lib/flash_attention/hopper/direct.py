@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from lib.flash_attention.cuda.driver import Function, driver, use_context
-from lib.flash_attention.hopper.compiled import MAP_BYTES, Binary
+from lib.flash_attention.cuda.driver import Function, check, driver, use_context
+from lib.flash_attention.hopper.compiled import Binary
 
+# A tensor map of the CUDA driver.
+TensorMap = ctypes.c_ubyte * 128
 # CUDA driver API: CUtensorMapDataType, CUtensorMapL2promotion (128 bytes), a map's alignment
 MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 PROMOTE_128 = 2
@@ -31,24 +33,14 @@ NUMBERS: dict[str, Any] = {
 }
 
 
-class TensorMap(NamedTuple):
-    """A tensor map of the CUDA driver."""
-
-    address: int
-    """Its address on the host."""
-
-    memory: ctypes.Array
-    """The memory at that address."""
-
-
 def make_map(
     dtype: torch.dtype,
     shape: list[int],
     strides: list[int],
     compiled: Mapping[str, Any],
     address: int,
-) -> TensorMap:
-    """The tensor map for a tensor at an address.
+) -> ctypes.Array:
+    """The tensor map (`TensorMap`) for a tensor at an address.
 
     Args:
         strides: in elements; the last is 1.
@@ -57,13 +49,13 @@ def make_map(
     Raises:
         RuntimeError: the driver refuses it.
     """
-    memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-    start = -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + MAP_ALIGNMENT)
+    made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
     rank, size = len(shape), dtype.itemsize
     # the driver counts dimensions from the last
     steps = [size * stride for stride in strides[:-1]][::-1] or [size * shape[0]]
     code = driver().cuTensorMapEncodeTiled(
-        start,
+        ctypes.addressof(made),
         MAP_TYPES[dtype],
         rank,
         address,
@@ -76,9 +68,8 @@ def make_map(
         PROMOTE_128,
         0,
     )
-    if code:
-        raise RuntimeError(f"cuTensorMapEncodeTiled failed with code {code}")
-    return TensorMap(start, memory)
+    check(code)
+    return made
 
 
 class DirectLaunch:
@@ -95,7 +86,7 @@ class DirectLaunch:
     def __init__(
         self, binary: Binary, function: Function, grid: tuple[int], arguments: Mapping[str, Any]
     ):
-        self.maps: list[tuple[int, str, Callable[[int], TensorMap]]] = []
+        self.maps: list[tuple[int, str, Callable[[int], ctypes.Array]]] = []
         self.pointers: list[tuple[int, str]] = []
         # memory that parameters are read from, and its addresses
         self.fixed: list[Any] = []
@@ -140,7 +131,7 @@ class DirectLaunch:
         # in a list, which keeps them where they are until the launch has read them
         maps = [known(addresses[name]) for _, name, known in self.maps]
         for (index, _, _), tensor_map in zip(self.maps, maps):
-            parameters[index] = tensor_map.address
+            parameters[index] = ctypes.addressof(tensor_map)
         pointers = self.pointers_type(*[addresses[name] for _, name in self.pointers])
         place = ctypes.addressof(pointers)
         for index, _ in self.pointers:
@@ -150,5 +141,4 @@ class DirectLaunch:
         if code == NO_CONTEXT:
             use_context(self.device)
             code = driver().cuLaunchKernel(*self.settings, stream, parameters, None)
-        if code:
-            raise RuntimeError(f"cuLaunchKernel failed with code {code}")
+        check(code)

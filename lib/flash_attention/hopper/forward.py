@@ -35,7 +35,7 @@ from lib.flash_attention.hopper.blocks import (
     pass_turn,
     release_copied,
     store_tile,
-    tile_and_head,
+    take_item,
     times_transposed,
     visible_keys,
     wait_for_turn,
@@ -145,12 +145,9 @@ def _load_partition(args, CONFIG: gl.constexpr):
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     sizes = args.sizes
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, sizes, CONFIG.IS_CAUSAL)
+        tile, batch_head, item = take_item(args, item, index, CONFIG.IS_CAUSAL)
         batch = batch_head // sizes.heads
         head = batch_head % sizes.heads
         key_head = head // sizes.group
@@ -181,12 +178,9 @@ def _load_partition(args, CONFIG: gl.constexpr):
 def _attend_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     """Compute the output of 64 queries at a time, in one of the warpgroups."""
     step = 0
-    next_item = own_item(args.work_list_ptr, 0)
+    item = own_item(args.work_list_ptr, 0)
     for index in range(num_own_items(args.work_list_ptr)):
-        item = next_item
-        # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1)
-        tile, batch_head = tile_and_head(item, args.sizes, CONFIG.IS_CAUSAL)
+        tile, batch_head, item = take_item(args, item, index, CONFIG.IS_CAUSAL)
         first, seen, loaded = part_of_queries(tile, args.sizes, PART, CONFIG)
         # skip the tiles of keys that only other warpgroups see
         for i in range(step, step + loaded - seen):
@@ -217,7 +211,7 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
 
     # the scores of the first tile: the last keys, the only ones that can need a mask
-    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS >= 1, SCORES)  # (64, DIM)
+    q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS, SCORES)  # (64, DIM)
     slot = wait_until_full(args.k_ring, step, CONFIG)
     wait_for_turn(args.turns, step, PART, CONFIG)
     scores = times_transposed(q, args.k_tiles.index(slot), no_scores, CONFIG)  # (64, KEYS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
-from lib.flash_attention.hopper.direct import MAP_BYTES, make_map
+from lib.flash_attention.hopper.direct import TensorMap, make_map
 
 ARCHITECTURE = "sm_90a"
 # Rows of a warpgroup's matmul, columns of a tile in shared memory
@@ -133,7 +133,7 @@ class BackwardArguments(ctypes.Structure):
     """`Backward` of hopper_backward.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
+        *((name, TensorMap) for name in MAPS),
         ("out", RowsArgument),
         ("grad_out_rows", RowsArgument),
         *((name, ctypes.c_void_p) for name in ("lse", "lse_log2", "delta", "sums", "turns")),
@@ -189,6 +189,7 @@ def flash_backward(
     maps = dict(zip(MAPS, map(tensor_map, (q, k, v, grad_out, *grads), boxes)))
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles, key_tiles)
     arguments = BackwardArguments(
+        **maps,
         out=RowsArgument(out.data_ptr(), *out.stride()[:3]),
         grad_out_rows=RowsArgument(grad_out.data_ptr(), *grad_out.stride()[:3]),
         lse=lse.data_ptr(),
@@ -201,29 +202,19 @@ def flash_backward(
         scale=scale,
         **dict(zip(SIZES, (*sizes, head_dim, batch * key_heads, section))),
     )
-    for name, image in maps.items():
-        place = ctypes.addressof(arguments) + getattr(BackwardArguments, name).offset
-        ctypes.memmove(place, image, MAP_BYTES)
-
-    prepare, backward, finish = load_kernels(tiles, q, is_causal, angles is not None)
+    kind = (q.dtype == torch.bfloat16, is_causal, angles is not None)
+    prepare, backward, finish = load_kernels(tiles, q.device.index, *kind)
     prepare(rows // ROWS, arguments)
     backward(key_tiles * key_heads * batch, arguments)
     finish(rows // ROWS * (tiles.columns // COLUMNS), arguments)
     return grads
 
 
-def load_kernels(tiles: Tiles, q: Tensor, is_causal: bool, has_rope: bool) -> list[Launch]:
-    """The three kernels for the GPU and dtype of q, to launch on its current stream."""
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    is_bfloat16 = q.dtype == torch.bfloat16
-    functions = _functions(tiles, q.device.index, is_bfloat16, is_causal, has_rope)
-    return [functools.partial(function.launch, stream=stream) for function in functions]
-
-
 @functools.cache
-def _functions(
+def load_kernels(
     tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool, has_rope: bool
-) -> tuple[Function, Function, Function]:
+) -> tuple[Launch, Launch, Launch]:
+    """The three kernels for a GPU and dtype."""
     image = image_of(tiles, is_bfloat16, is_causal, has_rope)
     load = functools.partial(Function, image, device=device)
     return (
@@ -239,7 +230,7 @@ def image_of(tiles: Tiles, is_bfloat16: bool, is_causal: bool, has_rope: bool) -
     return build(tiles.source, tiles.constants(is_bfloat16, is_causal, has_rope), ARCHITECTURE)
 
 
-def tensor_map(x: Tensor, rows: int) -> bytes:
+def tensor_map(x: Tensor, rows: int) -> ctypes.Array:
     """The tensor map of (batch, heads, tokens, head_dim), for tiles of `rows` rows."""
     return _tensor_map(x.dtype, tuple(x.shape), x.stride(), rows, x.data_ptr())
 
@@ -247,9 +238,8 @@ def tensor_map(x: Tensor, rows: int) -> bytes:
 @functools.lru_cache(KEPT_MAPS)
 def _tensor_map(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, address: int
-) -> bytes:
+) -> ctypes.Array:
     # PyTorch allows any stride in a dimension of size 1
     steps = [stride if size > 1 else 8 for stride, size in zip(strides, shape)]
     layout = {"block_size": [1, 1, rows, COLUMNS], "swizzle": SWIZZLE_128}
-    made = make_map(dtype, list(shape), [*steps[:3], 1], layout, address)
-    return ctypes.string_at(made.address, MAP_BYTES)
+    return make_map(dtype, list(shape), [*steps[:3], 1], layout, address)

@@ -29,7 +29,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lib.core.settings import require
 from lib.core.terminal import warn_once
 from lib.flash_attention.cuda.build import has_nvrtc
 from lib.flash_attention.hopper import fused, unpadded
@@ -76,6 +75,8 @@ ALIGNMENT = 16
 MAX_REMEMBERED = 4096
 Size = tuple[int, int, int, int]
 Grads = tuple[Tensor, Tensor, Tensor]
+# The tensors of a call, by the names of the kernels' arguments.
+Tensors = dict[str, Tensor]
 # A kernel, its grid, and its arguments by name.
 Launch = tuple[Any, tuple[int], dict[str, Any]]
 log = logging.getLogger(__name__)
@@ -85,16 +86,16 @@ class Schedule(NamedTuple):
     """How a kernel divides its work; a program has a multiprocessor to itself."""
 
     warpgroups: int
-    """Warpgroups that compute, 64 queries each (dK and dV: 64 keys each): 2 or 3.
+    """Warpgroups that compute, 64 queries each: 2 or 3.
 
-    With 1, two share 64 keys: one makes dK, the other one dV.
+    For dK and dV 2, with 64 keys each, or 1: two then share 64 keys, one makes dK, the other dV.
     """
 
     keys: int
     """Keys in a tile of keys; dK and dV take tiles of 64 queries."""
 
     stages: int
-    """Tiles in flight: at least 2, for dQ at least 3."""
+    """Tiles in flight: at least 2, for dQ at least 3; with fewer a warpgroup waits forever."""
 
     is_ordered: bool = False
     """Whether warpgroups take turns in issuing matmuls (ping-pong); in the forward kernel only."""
@@ -102,8 +103,8 @@ class Schedule(NamedTuple):
     is_persistent: bool = True
     """Whether a program stays on its multiprocessor for many items of work."""
 
-    kept: int = 0
-    """How many of the operands that stay (q and dO, or k and v) are kept in registers."""
+    is_kept: bool = False
+    """Whether operands that stay (q, or k and v) are kept in registers."""
 
 
 class Work(NamedTuple):
@@ -127,16 +128,16 @@ def forward_schedule(head_dim: int) -> Schedule:
     if tile_width(head_dim) == 64:
         return Schedule(3, 128, 3, is_ordered=True)
     if tile_width(head_dim) == 128:
-        return Schedule(2, 128, 2, kept=1)
+        return Schedule(2, 128, 2, is_kept=True)
     return Schedule(2, 64, 2)
 
 
 def backward_schedules(head_dim: int) -> tuple[Schedule, Schedule]:
     """The schedules of dQ, and of dK and dV, for this head_dim, tuned on an H200."""
     if tile_width(head_dim) == 64:
-        return Schedule(3, 64, 4, kept=1), Schedule(2, 64, 4, kept=2)
+        return Schedule(3, 64, 4, is_kept=True), Schedule(2, 64, 4, is_kept=True)
     if tile_width(head_dim) == 128:
-        return Schedule(2, 64, 4, kept=1), Schedule(2, 64, 3)
+        return Schedule(2, 64, 4, is_kept=True), Schedule(2, 64, 3)
     return Schedule(2, 32, 3), Schedule(1, 64, 2)
 
 
@@ -170,19 +171,16 @@ def _layouts_fit(dtype: torch.dtype, *layouts: tuple[Size, Size]) -> bool:
         and head_dim in HEAD_DIMS
         and num_keys > 0
         and batch * num_heads * num_queries > 0
-        and batch * num_heads * _num_tiles(num_queries, ROWS) * ROWS < 2**31
+        and batch * num_heads * _padded(num_queries) < 2**31
         and all(_strides_fit(*layout) for layout in layouts)
     )
 
 
-def can_be_copied(x: Tensor) -> bool:
-    """Whether a tensor map can describe x (CUDA driver API, cuTensorMapEncodeTiled)."""
-    return x.data_ptr() % ALIGNMENT == 0 and _strides_fit(x.shape, x.stride())
-
-
 def _to_copy(x: Tensor) -> Tensor:
-    """x, or a copy that a tensor map can describe."""
-    return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+    """x, or a copy that a tensor map can describe (CUDA driver API, cuTensorMapEncodeTiled)."""
+    if x.data_ptr() % ALIGNMENT == 0 and _strides_fit(x.shape, x.stride()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -235,7 +233,8 @@ def _start_forward(q: Tensor, k: Tensor, is_causal: bool) -> None:
         return
     schedule = forward_schedule(head_dim)
     for x, lse in _small_calls(q):
-        launch = _forward_launch(x, x, x, x, lse, is_causal, 1.0, schedule)
+        tensors = {"q_desc": x, "k_desc": x, "v_desc": x, "out_desc": x, "lse_ptr": lse}
+        launch = _forward_launch(tensors, is_causal, 1.0, schedule)
         _start(launch, needs_even=_has_whole_keys(k, schedule, is_causal))
 
 
@@ -249,12 +248,12 @@ def _start_backward(
         fused.image_of.start(*settings, is_spare=not takes_one_kernel)
     for_queries, for_keys = backward_schedules(head_dim)
     for x, lse in _small_calls(q):
-        angles = (lse, lse) if has_rope else None
-        call = _backward_call(x, x, x, x, x, lse, is_causal, 1.0, (x, x, x), angles)
+        tensors = _backward_tensors(x, x, x, x, x, lse, (x, x, x), None)
+        settings = (is_causal, 1.0, has_rope)
         needs_even = None if takes_one_kernel else _has_whole_keys(k, for_queries, is_causal)
-        _start(_queries_launch(call, for_queries), needs_even)
+        _start(_queries_launch(tensors, *settings, for_queries), needs_even)
         needs_even = None if takes_one_kernel else _has_whole_queries(q, for_keys)
-        _start(_keys_launch(call, for_keys), needs_even)
+        _start(_keys_launch(tensors, *settings, for_keys), needs_even)
 
 
 def _small_calls(like: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -285,41 +284,25 @@ def flash_forward(
     if unpadded.is_faster(q.shape[3], is_causal) and not schedule and _has_compiler():
         _unpadded_forward(q, k, v, is_causal, scale, out, lse)
         return out, lse
-    key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
-    addresses = _addresses(q_desc=q, k_desc=k, v_desc=v, out_desc=out, lse_ptr=lse)
+    tensors = {"q_desc": q, "k_desc": k, "v_desc": v, "out_desc": out, "lse_ptr": lse}
 
     def make() -> list[Launch]:
-        tiles = schedule or forward_schedule(q.shape[3])
-        return [_forward_launch(q, k, v, out, lse, is_causal, scale, tiles)]
+        return [
+            _forward_launch(tensors, is_causal, scale, schedule or forward_schedule(q.shape[3]))
+        ]
 
-    _launch(key, q.device, addresses, make)
+    _launch(("forward", is_causal, scale, schedule, _layouts(q, k, v)), tensors, make)
     return out, lse
 
 
-def _forward_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    schedule: Schedule,
-) -> Launch:
+def _forward_launch(tensors: Tensors, is_causal: bool, scale: float, schedule: Schedule) -> Launch:
     """The forward kernel."""
+    q, k = tensors["q_desc"], tensors["k_desc"]
     work = _queries_work(q.shape, k.shape, schedule, is_causal)
-    is_even = _has_whole_keys(k, schedule, is_causal)
-    grid, settings = _launch_settings(q, k, work, schedule, is_causal, is_even, min_stages=2)
-    arguments = {
-        "q_desc": _descriptor(q, ROWS),
-        "k_desc": _descriptor(k, schedule.keys),
-        "v_desc": _descriptor(v, schedule.keys),
-        "out_desc": _descriptor(out, ROWS),
-        "lse_ptr": lse,
-        "scale": float(scale),
-        **settings,
-    }
-    return forward_kernel, grid, arguments
+    config = _config(
+        q, schedule, IS_CAUSAL=is_causal, IS_EVEN=_has_whole_keys(k, schedule, is_causal)
+    )
+    return _launch_of(forward_kernel, tensors, work, schedule, config, scale)
 
 
 def _unpadded_forward(
@@ -335,8 +318,14 @@ def _unpadded_forward(
     work_list = None
     if programs < num_items <= MAX_LISTED:
         work_list = _work_list(work, programs, q.device)
-    plan = unpadded.Plan(tiles, work.section, work_list)
-    unpadded.flash_forward(q, k, v, is_causal, scale, out=out, lse=lse, plan=plan)
+    unpadded.flash_forward(
+        *(q, k, v, is_causal, scale),
+        out=out,
+        lse=lse,
+        tiles=tiles,
+        section=work.section,
+        work_list=work_list,
+    )
 
 
 def flash_backward(
@@ -356,23 +345,37 @@ def flash_backward(
 ) -> Grads:
     """Do what `lib.flash_attention.triton_attention.flash_backward` does, where `supports` holds.
 
+    Under a causal mask there is a query for each key.
+
     Args:
         schedules: of the kernel for dQ, and of that for dK and dV.
-        grads: the tensors to write; `can_be_copied` must hold for each.
+        grads: the tensors to write; a tensor map must be able to describe each.
         deterministic: whether results must repeat to the bit.
     """
+    grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     if not schedules and _one_kernel_is_faster(q, k, is_causal):
-        grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
-        tensors = (grad_out, q, k, v, out, lse)
-        return _fused_backward(*tensors, is_causal, scale, grads, angles, deterministic)
-    call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
+        inputs = (_to_copy(grad_out), q, k, v, _to_copy(out), lse)
+        section = _fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device))
+        return fused.flash_backward(
+            *(*inputs, is_causal, scale),
+            grads=grads,
+            angles=angles,
+            section=section,
+            deterministic=deterministic,
+        )
+    tensors = _backward_tensors(grad_out, q, k, v, out, lse, grads, angles)
+    settings = (is_causal, scale, angles is not None)
 
     def make() -> list[Launch]:
         for_queries, for_keys = schedules or backward_schedules(q.shape[3])
-        return [_queries_launch(call, for_queries), _keys_launch(call, for_keys)]
+        return [
+            _queries_launch(tensors, *settings, for_queries),
+            _keys_launch(tensors, *settings, for_keys),
+        ]
 
-    _launch(("backward", schedules, *call.key()), q.device, call.addresses(), make)
-    return call.grads
+    layouts = _layouts(q, k, v, tensors["grad_out_desc"], tensors["out_ptr"], *grads)
+    _launch(("backward", settings, schedules, layouts), tensors, make)
+    return grads
 
 
 def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
@@ -381,8 +384,7 @@ def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
     if head_dim > fused.TILES[-1].dim:
         return False
     tiles = fused.tiles_of(head_dim)
-    num_keys = min(k.shape[2], num_queries) if is_causal else k.shape[2]
-    blocks = batch * k.shape[1] * _num_tiles(num_keys, tiles.keys) / _multiprocessors(q.device)
+    blocks = batch * k.shape[1] * _num_tiles(k.shape[2], tiles.keys) / _multiprocessors(q.device)
     queries = num_queries / 2 if is_causal else num_queries
     is_large = queries >= MANY_QUERIES and blocks >= MANY_BLOCKS[tiles.dim][is_causal]
     return is_large and _has_compiler()
@@ -395,36 +397,6 @@ def _has_compiler() -> bool:
     message = "attention runs its kernels in Gluon, slower here than those in CUDA C++, which need"
     warn_once(log, f"{message} NVRTC: pip install nvidia-cuda-nvrtc")
     return False
-
-
-def _fused_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    grads: Grads,
-    angles: tuple[Tensor, Tensor] | None,
-    deterministic: bool,
-) -> Grads:
-    """The backward pass in one kernel."""
-    # under a causal mask there must be a query for each key
-    num_keys = min(k.shape[2], q.shape[2]) if is_causal else k.shape[2]
-    for grad in grads[1:]:
-        grad[:, :, num_keys:].zero_()
-    k, v, grad_k, grad_v = (x[:, :, :num_keys] for x in (k, v, *grads[1:]))
-    out, grad_out = map(_to_copy, (out, grad_out))
-    fused.flash_backward(
-        *(grad_out, q, k, v, out, lse, is_causal, scale),
-        grads=(grads[0], grad_k, grad_v),
-        angles=angles,
-        section=_fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device)),
-        deterministic=deterministic,
-    )
-    return grads
 
 
 def _fused_section(
@@ -448,143 +420,69 @@ def _fused_section(
     return next((n for n in range(section, 2 * section) if all_heads % n == 0), section)
 
 
-class BackwardCall(NamedTuple):
-    """The tensors and settings of a backward pass."""
-
-    grad_out: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    grads: Grads
-
-    for_rows: Tensor
-    """The log-sum-exp in base 2 of each row of each tile of queries; then -delta of each."""
-
-    angles: tuple[Tensor, Tensor]
-    """Cosines and sines; any tensors if there is nothing to rotate back."""
-
-    has_rope: bool
-    is_causal: bool
-    scale: float
-
-    def key(self) -> tuple:
-        """Everything but the schedules that determines the kernels and their arguments."""
-        layouts = _layouts(self.q, self.k, self.v, self.grad_out, self.out, *self.grads)
-        return self.is_causal, self.scale, self.has_rope, layouts
-
-    def addresses(self) -> dict[str, int]:
-        """Where the tensors lie, by the names of the kernels' arguments."""
-        q, k, grad_out = (x.data_ptr() for x in (self.q, self.k, self.grad_out))
-        grad_q, grad_k, grad_v = (x.data_ptr() for x in self.grads)
-        cos, sin = (x.data_ptr() for x in self.angles)
-        lse_log2 = self.for_rows.data_ptr()
-        minus_delta = lse_log2 + self.for_rows.nbytes // 2
-        return {
-            "q_desc": q,
-            "k_desc": k,
-            "v_desc": self.v.data_ptr(),
-            "grad_out_desc": grad_out,
-            "grad_q_desc": grad_q,
-            "grad_k_desc": grad_k,
-            "grad_v_desc": grad_v,
-            "out_ptr": self.out.data_ptr(),
-            "lse_ptr": self.lse.data_ptr(),
-            "lse_log2_ptr": lse_log2,
-            "lse_desc": lse_log2,
-            "minus_delta_ptr": minus_delta,
-            "minus_delta_desc": minus_delta,
-            "cos_ptr": cos,
-            "sin_ptr": sin,
-        }
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that both kernels share, apart from those of `_launch_settings`."""
-        return {
-            "q_desc": _descriptor(self.q, ROWS),
-            "grad_out_desc": _descriptor(self.grad_out, ROWS),
-            **dict(zip(("cos_ptr", "sin_ptr"), self.angles)),
-            "padded": _num_tiles(self.q.shape[2], ROWS) * ROWS,
-            "scale": float(self.scale),
-        }
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """The log-sum-exp in base 2, and -delta."""
-        lse_log2, minus_delta = self.for_rows.chunk(2)
-        return lse_log2, minus_delta
-
-
-def _backward_call(
+def _backward_tensors(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    grads: Grads | None,
+    grads: Grads,
     angles: tuple[Tensor, Tensor] | None,
-) -> BackwardCall:
-    """A backward pass, with copies of what the kernels cannot address, and memory for results."""
-    grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
+) -> Tensors:
+    """The tensors of both backward kernels, with copies of what they cannot address."""
     out, grad_out = map(_to_copy, (out, grad_out))
     if angles and any(x.data_ptr() % ALIGNMENT for x in angles):
         angles = (angles[0].clone(), angles[1].clone())
-    # whole tiles of these are read, so rows past the last query are written too
-    rows = q.shape[0] * q.shape[1] * _num_tiles(q.shape[2], ROWS) * ROWS
-    for_rows = lse.new_empty(2 * rows)
     # without angles the kernels do not read these pointers
-    settings = (angles or (lse, lse), angles is not None, is_causal, scale)
-    return BackwardCall(grad_out, q, k, v, out, lse, grads, for_rows, *settings)
-
-
-def _queries_launch(call: BackwardCall, schedule: Schedule) -> Launch:
-    """The kernel for dQ, -delta and the log-sum-exp in base 2."""
-    q, k, out = call.q, call.k, call.out
-    work = _queries_work(q.shape, k.shape, schedule, call.is_causal)
-    is_even = _has_whole_keys(k, schedule, call.is_causal)
-    grid, settings = _launch_settings(
-        q, k, work, schedule, call.is_causal, is_even, has_rope=call.has_rope, min_stages=3
-    )
-    lse_log2, minus_delta = call.rows()
-    arguments = {
-        **call.arguments(),
-        "k_desc": _descriptor(k, schedule.keys),
-        "v_desc": _descriptor(call.v, schedule.keys),
-        "grad_q_desc": _descriptor(call.grads[0], ROWS),
+    cos, sin = angles or (lse, lse)
+    # whole tiles of these are read, so rows past the last query are written too
+    rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
+    lse_log2, minus_delta = lse.new_empty(2, rows).unbind()
+    return {
+        "q_desc": q,
+        "k_desc": k,
+        "v_desc": v,
+        "grad_out_desc": grad_out,
+        "grad_q_desc": grads[0],
+        "grad_k_desc": grads[1],
+        "grad_v_desc": grads[2],
         "out_ptr": out,
-        "lse_ptr": call.lse,
+        "lse_ptr": lse,
         "lse_log2_ptr": lse_log2,
+        "lse_desc": lse_log2,
         "minus_delta_ptr": minus_delta,
-        # in steps of 8 numbers, which a thread loads at once
-        **{name: stride // 8 for name, stride in strides(out=out).items()},
-        **settings,
+        "minus_delta_desc": minus_delta,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
     }
-    return backward_queries_kernel, grid, arguments
 
 
-def _keys_launch(call: BackwardCall, schedule: Schedule) -> Launch:
+def _queries_launch(
+    tensors: Tensors, is_causal: bool, scale: float, has_rope: bool, schedule: Schedule
+) -> Launch:
+    """The kernel for dQ, -delta and the log-sum-exp in base 2."""
+    q, k = tensors["q_desc"], tensors["k_desc"]
+    work = _queries_work(q.shape, k.shape, schedule, is_causal)
+    is_even = _has_whole_keys(k, schedule, is_causal)
+    config = _config(q, schedule, IS_CAUSAL=is_causal, IS_EVEN=is_even, HAS_ROPE=has_rope)
+    # in steps of 8 numbers, which a thread loads at once
+    steps = {name: stride // 8 for name, stride in strides(out=tensors["out_ptr"]).items()}
+    others = steps | {"padded": _padded(q.shape[2])}
+    return _launch_of(backward_queries_kernel, tensors, work, schedule, config, scale, **others)
+
+
+def _keys_launch(
+    tensors: Tensors, is_causal: bool, scale: float, has_rope: bool, schedule: Schedule
+) -> Launch:
     """The kernel for dK and dV."""
-    q, k = call.q, call.k
-    work = _keys_work(q.shape, k.shape, schedule, call.is_causal)
-    is_even = _has_whole_queries(q, schedule)
-    grid, settings = _launch_settings(
-        q, k, work, schedule, call.is_causal, is_even, has_rope=call.has_rope, min_stages=2
-    )
-    lse_log2, minus_delta = call.rows()
-    arguments = {
-        **call.arguments(),
-        "k_desc": _descriptor(k, ROWS),
-        "v_desc": _descriptor(call.v, ROWS),
-        "lse_desc": _row_descriptor(lse_log2),
-        "minus_delta_desc": _row_descriptor(minus_delta),
-        "grad_k_desc": _descriptor(call.grads[1], ROWS),
-        "grad_v_desc": _descriptor(call.grads[2], ROWS),
-        **settings,
-    }
-    return backward_keys_kernel, grid, arguments
+    q, k = tensors["q_desc"], tensors["k_desc"]
+    work = _keys_work(q.shape, k.shape, schedule, is_causal)
+    # where two warpgroups share the keys all tiles have a mask
+    is_even = schedule.warpgroups > 1 and q.shape[2] % ROWS == 0
+    config = _config(q, schedule, IS_CAUSAL=is_causal, IS_EVEN=is_even, HAS_ROPE=has_rope)
+    padded = _padded(q.shape[2])
+    return _launch_of(backward_keys_kernel, tensors, work, schedule, config, scale, padded=padded)
 
 
 def _layouts(*tensors: Tensor) -> tuple:
@@ -596,18 +494,9 @@ def _layouts(*tensors: Tensor) -> tuple:
 _remembered: dict[tuple, list[DirectLaunch]] = {}
 
 
-def _addresses(**tensors: Tensor) -> dict[str, int]:
-    return {name: x.data_ptr() for name, x in tensors.items()}
-
-
-def _launch(
-    key: tuple, device: torch.device, addresses: dict[str, int], make: Callable[[], list[Launch]]
-) -> None:
-    """Launch the kernels of `make`; those of a call with an earlier `key` are known already.
-
-    Args:
-        addresses: of the tensors of this call, by the names of the kernels' arguments.
-    """
+def _launch(key: tuple, tensors: Tensors, make: Callable[[], list[Launch]]) -> None:
+    """Launch the kernels of `make`; those of a call with an earlier `key` are known already."""
+    device = tensors["q_desc"].device
     key = (key, device, _multiprocessors(device))
     launches = _remembered.get(key)
     if launches is None:
@@ -626,28 +515,23 @@ def _launch(
         if not torch.cuda.is_current_stream_capturing():
             _remembered[key] = launches
     stream = torch._C._cuda_getCurrentRawStream(device.index)
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
     for launch in launches:
         launch(stream, addresses)
 
 
-def _launch_settings(
-    q: Tensor,
-    k: Tensor,
+def _launch_of(
+    kernel: Any,
+    tensors: Tensors,
     work: Work,
     schedule: Schedule,
-    is_causal: bool,
-    is_even: bool,
-    *,
-    min_stages: int,
-    has_rope: bool = False,
-) -> tuple[tuple[int], dict[str, Any]]:
-    """A kernel's grid, and those of its arguments that follow from its work and schedule."""
-    # with fewer a warpgroup would wait forever
-    require(
-        schedule.stages >= min_stages,
-        f"stages must be at least {min_stages}, got {schedule.stages}",
-    )
-    num_heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    config: Config,
+    scale: float,
+    **others: int,
+) -> Launch:
+    """A kernel with its grid and arguments; `others` are those that not every kernel has."""
+    q, k = tensors["q_desc"], tensors["k_desc"]
+    num_heads, num_queries = q.shape[1:3]
     num_items = len(work.steps) * work.num_heads
     programs = min(num_items, _multiprocessors(q.device))
     work_list = None
@@ -656,38 +540,48 @@ def _launch_settings(
     if work_list is None:
         work_list = _one_item_each(num_items, q.device)
     sizes = Sizes(
-        len(work.steps), num_heads, group, work.section, num_items, q.shape[2], k.shape[2]
+        num_tiles=len(work.steps),
+        heads=num_heads,
+        group=num_heads // k.shape[1],
+        section=work.section,
+        num_items=num_items,
+        num_queries=num_queries,
+        num_keys=k.shape[2],
     )
-    registers, computing_registers = _registers(schedule)
-    config = Config(
+    arguments = {
+        "work_list_ptr": work_list,
+        **sizes._asdict(),
+        "scale": float(scale),
+        **others,
+        "CONFIG": config,
+        "num_warps": 4,
+        "maxnreg": _registers(schedule)[0],
+    }
+    keys = {"k_desc": schedule.keys, "v_desc": schedule.keys}
+    for name, x in tensors.items():
+        if name in kernel.arg_names:
+            is_descriptor = name.endswith("_desc")
+            arguments[name] = _descriptor(x, keys.get(name, ROWS)) if is_descriptor else x
+    return kernel, (work_list.shape[1],), arguments
+
+
+def _config(q: Tensor, schedule: Schedule, **flags: bool) -> Config:
+    """The compile-time settings of a kernel."""
+    return Config(
         WARPGROUPS=schedule.warpgroups,
         KEYS=schedule.keys,
         STAGES=schedule.stages,
-        REGISTERS=computing_registers,
-        IS_CAUSAL=is_causal,
-        IS_EVEN=is_even,
-        IN_REGISTERS=schedule.kept,
+        REGISTERS=_registers(schedule)[1],
+        IN_REGISTERS=schedule.is_kept,
         IS_ORDERED=schedule.is_ordered,
-        HAS_ROPE=has_rope,
         HEAD_DIM=q.shape[3],
+        **flags,
     )
-    return (work_list.shape[1],), {
-        "work_list_ptr": work_list,
-        **sizes._asdict(),
-        "CONFIG": config,
-        "num_warps": 4,
-        "maxnreg": registers,
-    }
 
 
 def _has_whole_keys(k: Tensor, schedule: Schedule, is_causal: bool) -> bool:
     """Whether the last tile of keys needs no mask but the causal one."""
     return is_causal or k.shape[2] % schedule.keys == 0
-
-
-def _has_whole_queries(q: Tensor, schedule: Schedule) -> bool:
-    """Whether the last tile of queries needs no mask; where two share the keys all have one."""
-    return schedule.warpgroups > 1 and q.shape[2] % ROWS == 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -703,7 +597,7 @@ def _queries_work(q: Size, k: Size, schedule: Schedule, is_causal: bool) -> Work
     seen = [num_keys] * _num_tiles(num_queries, rows)
     if is_causal:
         # the last tile ends with the last query (`first_query` in blocks.py)
-        end = _num_tiles(num_queries, ROWS) * ROWS
+        end = _padded(num_queries)
         seen = [min(num_keys, last) for last in range(end, 0, -rows)][::-1]
     steps = tuple(_num_tiles(n, schedule.keys) for n in seen)
     # keys and values of 2 bytes each
@@ -742,6 +636,11 @@ def _num_tiles(length: int, size: int) -> int:
     return -(-length // size)
 
 
+def _padded(num_queries: int) -> int:
+    """Queries of a head with those past the end, in whole tiles of ROWS."""
+    return _num_tiles(num_queries, ROWS) * ROWS
+
+
 def _registers(schedule: Schedule) -> tuple[int, int]:
     """Registers of a thread when the program starts, and then of one that computes."""
     computing_groups = max(2, schedule.warpgroups)
@@ -759,16 +658,16 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Copies of `rows` rows of (batch, heads, tokens, head_dim), with zeros past the end."""
+    """Copies of `rows` rows of (batch, heads, tokens, head_dim), or of ROWS float32 numbers.
+
+    What is past the end of x is copied as zeros.
+    """
+    if x.ndim == 1:
+        return TensorDescriptor(x, [len(x)], [1], [ROWS], _layout(0, 32, 1))
     # PyTorch allows any stride in a dimension of size 1
     strides = [stride if size > 1 else 8 for stride, size in zip(x.stride(), x.shape)]
     block = [1, 1, rows, tile_width(x.shape[3])]
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, _layout(128, 16, 4))
-
-
-def _row_descriptor(x: Tensor) -> TensorDescriptor:
-    """Copies of 64 numbers of a float32 vector."""
-    return TensorDescriptor(x, [len(x)], [1], [ROWS], _layout(0, 32, 1))
 
 
 # Cached, as checking a layout takes longer than the rest of making a descriptor.

@@ -11,7 +11,6 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper import fused
-from lib.flash_attention.hopper.direct import MAP_BYTES
+from lib.flash_attention.hopper.direct import TensorMap
 
 # Queries of a warpgroup, columns of a tile in shared memory
 ROWS, COLUMNS = 64, 64
@@ -75,18 +74,6 @@ class Tiles:
         }
 
 
-class Plan(NamedTuple):
-    """Which block computes which tiles of queries."""
-
-    tiles: Tiles
-
-    section: int
-    """Heads of k, of all sequences, that are worked on at a time."""
-
-    work_list: Tensor | None
-    """The table of `launch.schedule_tiles` for these blocks; None: a block for each tile."""
-
-
 # In order of their width, tuned on an H200
 TILES = (
     Tiles(64, 128, warpgroups=3, stages=3, is_ordered=True),
@@ -109,7 +96,7 @@ class ForwardArguments(ctypes.Structure):
     """`Forward` of hopper_forward.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
+        *((name, TensorMap) for name in MAPS),
         *((name, ctypes.c_void_p) for name in ("lse", "work_list")),
         *((name, ctypes.c_int) for name in SIZES),
         ("scale", ctypes.c_float),
@@ -152,42 +139,37 @@ def flash_forward(
     *,
     out: Tensor,
     lse: Tensor,
-    plan: Plan,
+    tiles: Tiles,
+    section: int,
+    work_list: Tensor | None,
 ) -> None:
     """Do what `lib.flash_attention.hopper.launch.flash_forward` does, into `out` and `lse`.
 
     Args:
-        plan: of the tiles of queries.
+        section: heads of q, of all sequences, that are worked on at a time.
+        work_list: the table of `launch.schedule_tiles` for blocks; None: one for each tile.
     """
     batch, num_heads, num_queries, _ = q.shape
     key_heads, num_keys = k.shape[1:3]
-    tiles = plan.tiles
     query_tiles = -(-num_queries // tiles.queries)
     boxes = (ROWS, tiles.keys, tiles.keys, ROWS)
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles)
+    maps = dict(zip(MAPS, map(fused.tensor_map, (q, k, v, out), boxes)))
     arguments = ForwardArguments(
+        **maps,
         lse=lse.data_ptr(),
-        work_list=None if plan.work_list is None else plan.work_list.data_ptr(),
+        work_list=None if work_list is None else work_list.data_ptr(),
         scale=scale,
-        **dict(zip(SIZES, (*sizes, batch * num_heads, plan.section))),
+        **dict(zip(SIZES, (*sizes, batch * num_heads, section))),
     )
-    for name, x, rows in zip(MAPS, (q, k, v, out), boxes):
-        place = ctypes.addressof(arguments) + getattr(ForwardArguments, name).offset
-        ctypes.memmove(place, fused.tensor_map(x, rows), MAP_BYTES)
     items = query_tiles * num_heads * batch
-    launch = load_kernel(tiles, q, is_causal)
-    launch(items if plan.work_list is None else plan.work_list.shape[1], arguments)
-
-
-def load_kernel(tiles: Tiles, q: Tensor, is_causal: bool) -> Launch:
-    """The kernel for the GPU and dtype of q, to launch on its current stream."""
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    function = _function(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
-    return functools.partial(function.launch, stream=stream)
+    launch = load_kernel(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
+    launch(items if work_list is None else work_list.shape[1], arguments)
 
 
 @functools.cache
-def _function(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
+def load_kernel(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Launch:
+    """The kernel for a GPU and dtype."""
     image = image_of(tiles, is_bfloat16, is_causal)
     threads = (tiles.warpgroups + 1) * fused.WARPGROUP
     return Function(

@@ -10,6 +10,7 @@ from lib.lessons.profiling.records import block_on_gpu
 from lib.tools.benchmarks.sharding import comparisons, sharding_frame
 
 RECORDS = ROOT / "artifacts/sharding_benchmark.jsonl"
+SCALING = ROOT / "artifacts/scaling.jsonl"
 
 
 def flops_per_s() -> float:
@@ -42,6 +43,17 @@ def steps_on_two_h100s() -> list[dict[str, Any]]:
         {"model": model, "sequences a rank": sequences, "kernels start": way}
         | {name: found.get(name) for name in names}
         for (model, sequences, way), found in rows.items()
+    ]
+
+
+def block_ms(method: str) -> list[float]:
+    """Milliseconds of a step by block, of each model on two H200s."""
+    return [
+        record["figures"]["median_ms"] / record["config"]["num_layers"]
+        for record in read_records(SCALING)
+        if record["config"].get("method") == method
+        and (record["config"]["what"], record["config"]["ranks"]) == ("step", 2)
+        and record["figures"]["status"] == "ok"
     ]
 
 

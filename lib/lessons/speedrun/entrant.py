@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lib.core.files import ROOT
+from lib.core.files import ROOT, user_cache
 from lib.core.hardware import keep_freed_memory, pick_device
 from lib.core.settings import require
 from lib.ddp.launcher import launch
@@ -49,6 +50,9 @@ def guard(device: torch.device) -> None:
     # a compiler reads more of a package than its code
     installed = [path for path in map(os.path.realpath, sys.path) if path != workbook]
     packages = tuple(f"{path}{os.sep}" for path in [f"{workbook}/lib", *installed])
+    # tuned tiles and compiled kernels
+    with contextlib.suppress(FileNotFoundError):
+        packages += (f"{os.path.realpath(user_cache())}{os.sep}",)
     for name in [name for name in sys.modules if name.startswith(FORBIDDEN_MODULES)]:
         del sys.modules[name]
 

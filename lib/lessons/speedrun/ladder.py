@@ -9,6 +9,7 @@ import functools
 import re
 import statistics
 from collections.abc import Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +131,8 @@ TRIED: dict[str, dict[str, str]] = {
 ON_GPU = ("FlashAttention of our own", "torch.compile", "CUDA graphs")
 SEEDS = (1, 2, 3)
 RECORDS = ROOT / "artifacts/race_ladder.jsonl"
+# A climb that pauses for longer may go on on another machine of the same name.
+LONGEST_PAUSE = timedelta(minutes=4)
 
 
 def start() -> str:
@@ -167,21 +170,35 @@ class Step(NamedTuple):
     """To the target, the mean over the seeds."""
 
     seconds: list[float]
-    gain: float
-    """Times as fast."""
+    gain: float | None
+    """Times as fast; None if the two were not measured in one climb."""
 
     chance: float
     """That two equally fast recipes differ by so much: p, two-sided."""
 
 
+def climbs(entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Idea -> the number of its climb: records that follow one another without a long pause."""
+    found: dict[str, int] = {}
+    number, ended = 0, None
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["date"]):
+        date = datetime.fromisoformat(entry["date"])
+        began = date - timedelta(seconds=sum(run["seconds"] for run in entry["figures"]["runs"]))
+        number += ended is not None and began - ended > LONGEST_PAUSE
+        found[name], ended = number, date
+    return found
+
+
 def steps(entries: Mapping[str, Entry]) -> dict[str, Step]:
     """Idea -> its step, from the records of one device."""
-    found, before = {}, "start"
+    found, before, climb = {}, "start", climbs(entries)
     for name in recipes():
         if name not in entries:
             continue
         mine, others = times(entries[name]), times(entries[before])
-        gain = statistics.mean(others) / statistics.mean(mine)
+        gain = None
+        if climb[name] == climb[before]:
+            gain = statistics.mean(others) / statistics.mean(mine)
         chance = 2 * min(chance_of_faster(mine, others), chance_of_faster(others, mine))
         found[name] = Step(statistics.mean(tokens(entries[name])), mine, gain, chance)
         before = name if name not in TRIED else before
@@ -200,8 +217,9 @@ def rows(measured: Mapping[str, Mapping[str, Entry]]) -> list[dict[str, Any]]:
             cells = ("", "", "")
             if name in its:
                 step = its[name]
-                gain = f"{step.gain:.2f}" + " *" * (step.chance < P_VALUE)
-                gain = "" if name == "start" else gain
+                gain = ""
+                if step.gain and name != "start":
+                    gain = f"{step.gain:.2f}" + " *" * (step.chance < P_VALUE)
                 cells = (f"{step.tokens:,.0f}", mean_and_interval(step.seconds), gain)
             named = zip(("tokens", "seconds", "times as fast"), cells)
             row |= {f"{device}: {what}": cell for what, cell in named}

@@ -1,15 +1,20 @@
-"""The CUDA C++ kernels on a CPU: the same source, with `instructions.cuh` of this folder.
+"""The CUDA C++ kernels on a CPU: the same source, with the instructions of this folder.
 
-`launch.py` is the same too; only its `load_kernel` is replaced by the one here.
+`instructions.cuh` here has those of `forward.cu` and the like, `hopper.cuh` those of the Hopper
+kernels. Launching is the library's own, too, but for the functions that load a kernel.
 """
+
+from __future__ import annotations
 
 import ctypes
 import functools
 import shutil
+import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +22,9 @@ from torch import Tensor
 
 from lib.flash_attention.cuda import attention, launch
 from lib.flash_attention.cuda.build import SOURCES
+
+if TYPE_CHECKING:
+    from lib.flash_attention.hopper import fused, unpadded
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -37,7 +45,6 @@ class Launch:
     """One launch of a kernel."""
 
     name: str
-    blocks: int
     counters: Counters
 
 
@@ -55,37 +62,96 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> str:
 def load_kernel(name: str, q: Tensor) -> launch.Kernel:
     """What `launch.load_kernel` gives, on a CPU; each launch is appended to LAUNCHES."""
     file, dim = launch.FILES[name], launch.padded_dim(q)
-    return kernel(name, launch.TILES[file, dim], dim, q.dtype == torch.bfloat16)
-
-
-def kernel(name: str, tiles: launch.Tiles, dim: int, is_bfloat16: bool) -> launch.Kernel:
-    """A kernel with any tiles."""
-    library = _library(launch.FILES[name], dim, is_bfloat16, tiles)
+    tiles = launch.TILES[file, dim]
+    library = _library(
+        file,
+        "Attention",
+        tuple(launch.constants(tiles, dim, q.dtype == torch.bfloat16).items()),
+    )
 
     def run(blocks: int, arguments: launch.AttentionArguments) -> None:
-        counters = Counters()
-        function = ctypes.cast(getattr(library, name), ctypes.c_void_p)
-        sizes = (blocks, 32 * tiles.warps, tiles.shared_bytes(dim))
-        failure = library.run(function, ctypes.byref(arguments), *sizes, ctypes.byref(counters))
-        if failure:
-            raise RuntimeError(f"{name}: {failure.decode()}")
-        LAUNCHES.append(Launch(name, blocks, counters))
+        _launch(library, name, 32 * tiles.warps, tiles.shared_bytes(dim), blocks, arguments)
+        counters = Counters.from_buffer_copy(Counters.in_dll(library, "counters"))
+        LAUNCHES.append(Launch(name, counters))
 
     return launch.Kernel(tiles, run)
 
 
+def emulate_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `fused.flash_backward` and `unpadded.flash_forward` run on the CPU in this test."""
+    from lib.flash_attention.hopper import fused, unpadded
+
+    monkeypatch.setattr(fused, "load_kernels", load_backward)
+    monkeypatch.setattr(unpadded, "load_kernel", load_forward)
+    monkeypatch.setattr(fused, "tensor_map", tensor_map)
+
+
+def tensor_map(x: Tensor, rows: int) -> ctypes.Array:
+    """`TensorMap` of hopper.cuh."""
+    batch, heads, tokens, head_dim = x.shape
+    sizes = (head_dim, tokens, heads, batch, rows)
+    image = struct.pack("<Qqqqiiiii", x.data_ptr(), *x.stride()[:3], *sizes).ljust(128, b"\0")
+    return (ctypes.c_ubyte * 128).from_buffer_copy(image)
+
+
+def load_backward(
+    tiles: fused.Tiles, device: None, is_bfloat16: bool, is_causal: bool, has_rope: bool
+) -> list[fused.Launch]:
+    """What `fused.load_kernels` gives, on a CPU."""
+    macros = tiles.constants(is_bfloat16, is_causal, has_rope)
+    library = _library(tiles.source, "Backward", tuple(macros.items()))
+    return [
+        functools.partial(_launch, library, "prepare", 128, 0),
+        functools.partial(_launch, library, "backward", tiles.threads, tiles.shared_bytes),
+        functools.partial(_launch, library, "finish", 128, 8192),
+    ]
+
+
+def load_forward(
+    tiles: unpadded.Tiles, device: None, is_bfloat16: bool, is_causal: bool
+) -> unpadded.Launch:
+    """What `unpadded.load_kernel` gives, on a CPU."""
+    macros = tiles.constants(is_bfloat16, is_causal)
+    library = _library("hopper_forward", "Forward", tuple(macros.items()))
+    threads = 128 * (tiles.warpgroups + 1)
+    return functools.partial(_launch, library, "forward", threads, tiles.shared_bytes)
+
+
+def _launch(library, name: str, threads: int, shared_bytes: int, blocks: int, arguments) -> None:
+    function = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+    failure = library.run(function, ctypes.byref(arguments), blocks, threads, shared_bytes)
+    if failure:
+        raise RuntimeError(f"{name}: {failure.decode()}")
+
+
+def _compile(*arguments: str | Path) -> None:
+    # threads are fibers, and a fortified longjmp aborts when it leaves a stack
+    flags = ["-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-Wno-psabi"]
+    subprocess.run([COMPILER, *flags, *arguments], check=True)
+
+
 @functools.cache
-def _library(file: str, dim: int, is_bfloat16: bool, tiles: launch.Tiles) -> ctypes.CDLL:
+def _hopper_emulator() -> tempfile.TemporaryDirectory:
+    """A folder with emulator.o, which takes far longer to compile than a kernel."""
+    folder = tempfile.TemporaryDirectory()
+    source = HERE / "hopper_emulator.cpp"
+    _compile("-O1", "-c", source, "-o", Path(folder.name, "emulator.o"))
+    return folder
+
+
+@functools.cache
+def _library(file: str, arguments: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """The kernels of a file, whose argument is the structure `arguments`."""
+    is_hopper = file.startswith("hopper")
+    own = {"SOURCE": f'"{file}.cu"', "ARGUMENTS": arguments}
+    own["RUN"] = "run_hopper_blocks" if is_hopper else "run_blocks"
+    options = [f"-D{name}={value}" for name, value in [*macros, *own.items()]]
+    # the instructions of this folder come before those of the GPU
+    options += [f"-I{HERE}", f"-I{SOURCES}"]
+    objects = [Path(_hopper_emulator().name, "emulator.o")] if is_hopper else []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.so")
-        macros = launch.constants(tiles, dim, is_bfloat16) | {"SOURCE": f'"{file}.cu"'}
-        options = [f"-D{name}={value}" for name, value in macros.items()]
-        # this folder comes first: its instructions.cuh replaces that of the GPU
-        options += ["-I", str(HERE), "-I", str(SOURCES), "-o", str(path)]
-        flags = ["-std=c++17", "-Og", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-        # threads are fibers, and a fortified longjmp aborts when it leaves a stack
-        flags += ["-U_FORTIFY_SOURCE"]
-        subprocess.run([COMPILER, *flags, *options, str(HERE / "emulator.cpp")], check=True)
+        _compile(*options, "-Og", "-shared", HERE / "library.cpp", *objects, "-o", path)
         library = ctypes.CDLL(str(path))
     library.run.restype = ctypes.c_char_p
     return library

@@ -30,6 +30,7 @@ struct Matmul {
     unsigned long long a_at, b_at;
     float (*c[32])[4];
 };
+const char* run_hopper_blocks(void (*kernel)(), int blocks, int threads, int shared_bytes);
 void issue(Matmul matmul, float (*c)[4], const unsigned* a);
 void wait_for_groups_of_matmuls(int left);
 void wait_for_copies(int left);

@@ -1,4 +1,4 @@
-// The emulator of the Hopper kernels; `hopper_emulator.py` compiles it once, and links it to kernels.
+// The emulator of the Hopper kernels; `emulator.py` compiles it once, and links it to kernels.
 //
 // Fibers and warps are those of instructions.cuh here. What hardware does later is done as late as it
 // may be: copies when a thread waits for them, matmuls when their warp does, and until then the
@@ -166,16 +166,12 @@ void set_registers(int number) {
 
 void run_hopper_block() {
     int threads = fibers.size();
-    memset(memory.data(), 255, memory.size() * sizeof(uint4));
-    chunks.assign(memory.size(), Chunk());
+    begin_block();
     mbarriers.clear(), loads.clear();
     for (Meeting& meeting : meetings) meeting = {};
     started.assign(threads, {}), issued.assign(threads / LANES, {});
     is_unpublished.assign(memory.size(), false);
     registers.assign(threads, registers_at_start(threads));
-    for (Fiber& fiber : fibers)
-        fiber.state = READY, fiber.has_started = false, fiber.stores.clear(), fiber.copies.clear();
-    barriers = 1;
     static unsigned random = 1;
     for (int idle = 0;;) {
         long before = progress;
@@ -203,25 +199,12 @@ void run_hopper_block() {
         if (thread.copies.size() > 1 || thread.copies.back().size()) fail("a copy nobody waits for");
 }
 
-// Run all blocks of a kernel, one after another; returns why that failed, or null.
-const char* run_blocks(void (*kernel)(), int blocks, int threads, int shared_bytes) {
-    body = kernel;
-    fibers.resize(threads);
-    memory.resize((shared_bytes + 15) / 16);
-    static std::vector<char> stacks;
-    stacks.resize(size_t(threads) * STACK);
-    for (int i = 0; i < threads; ++i) fibers[i].stack = stacks.data() + size_t(i) * STACK;
+const char* run_hopper_blocks(void (*kernel)(), int blocks, int threads, int shared_bytes) {
     gridDim.x = blocks;
-    if (_setjmp(failure)) return message;
-    for (int block = 0; block < blocks; ++block) {
-        blockIdx.x = block;
-        run_hopper_block();
-    }
-    return nullptr;
+    return run_blocks(kernel, blocks, threads, shared_bytes, run_hopper_block);
 }
 
 }  // namespace emulator
-
 
 void __syncwarp() {
     emulator::together("__syncwarp", [](emulator::Fiber*) {});

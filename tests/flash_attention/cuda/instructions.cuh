@@ -50,10 +50,11 @@ struct Counters {
     long long multiplies, loads, load_conflicts, stores, store_conflicts;
 };
 
+// of the kernel that ran last; `emulator.py` reads them
+extern "C" [[gnu::used]] inline Counters counters{};
 inline std::vector<Fiber> fibers;
 inline std::vector<uint4> memory;
 inline std::vector<Chunk> chunks;
-inline Counters counters;
 inline int current;
 inline long barriers;
 inline jmp_buf scheduler, failure;
@@ -158,12 +159,19 @@ inline void load(unsigned (&r)[4], const uint4* row, bool is_transposed) {
     });
 }
 
-inline void run_block() {
-    int warps = fibers.size() / LANES;
+inline void begin_block() {
     chunks.assign(memory.size(), Chunk());
     memset(memory.data(), 255, memory.size() * sizeof(uint4));
-    for (Fiber& fiber : fibers) fiber.state = READY, fiber.has_started = false, fiber.stores.clear(), fiber.copies.clear();
+    for (Fiber& fiber : fibers) {
+        fiber.state = READY, fiber.has_started = false;
+        fiber.stores.clear(), fiber.copies.clear();
+    }
     barriers = 1;
+}
+
+inline void run_block() {
+    begin_block();
+    int warps = fibers.size() / LANES;
     while (true) {
         for (int i = 0; i < warps; ++i) {
             // the first warp first, then the last one first, and so on
@@ -183,6 +191,24 @@ inline void run_block() {
         for (Fiber& fiber : fibers) fiber.state = READY;
         ++barriers;
     }
+}
+
+// Run all blocks of a kernel, one after another; returns why that failed, or null.
+inline const char* run_blocks(void (*kernel)(), int blocks, int threads, int shared_bytes,
+                              void (*run_one)() = run_block) {
+    body = kernel;
+    counters = {};
+    fibers.resize(threads);
+    memory.resize((shared_bytes + 15) / 16);
+    static std::vector<char> stacks;
+    stacks.resize(size_t(threads) * STACK);
+    for (int i = 0; i < threads; ++i) fibers[i].stack = stacks.data() + size_t(i) * STACK;
+    if (_setjmp(failure)) return message;
+    for (int block = 0; block < blocks; ++block) {
+        blockIdx.x = block;
+        run_one();
+    }
+    return nullptr;
 }
 
 }  // namespace emulator

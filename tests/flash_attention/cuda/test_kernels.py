@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 import re
-from random import Random
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from lib.flash_attention.cuda import attention, launch
 from tests.flash_attention.cases import (
     EMPTY,
     GROUPED,
-    LAYOUTS,
     LONG,
     SCALED,
     SHAPES,
@@ -28,7 +26,6 @@ from tests.flash_attention.cases import (
     assert_error_at_most_twice_pytorchs,
     formula,
     make_inputs,
-    new_memory_is_nan,
     with_gradients,
 )
 from tests.flash_attention.cuda import emulator
@@ -59,26 +56,6 @@ EDGES = [
     )
 ]
 GRID = [*EDGES, *SHAPES, *GROUPED, *STRIDED, *SCALED]
-
-
-def draw_case(random: Random) -> Case:
-    """Draw a case of any lengths, head size, mask, groups, scale and layout."""
-    key_heads = random.choice((1, 2, 3))
-    layout = random.choice([layout for layout in LAYOUTS if layout != "packed"])
-    return Case(
-        random.randint(1, 500),
-        random.randint(1, 500),
-        random.randint(1, 128),
-        is_causal=random.random() < 0.5,
-        heads=key_heads * random.choice((1, 2, 4)),
-        key_heads=key_heads,
-        scale=random.choice((None, 0.05, 0.3)),
-        layout=layout,
-    )
-
-
-DRAWN = [draw_case(Random(seed)) for seed in range(100)]
-ALL = [*GRID, *LONG, *DRAWN]
 
 
 @pytest.fixture
@@ -116,7 +93,7 @@ def test_the_whole_grid_emulated(emulated, case, dtype):
 
 @GPU
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ALL, ids=str)
+@pytest.mark.parametrize("case", [*GRID, *LONG], ids=str)
 def test_the_whole_grid_on_a_gpu(gpu, case, dtype):
     skip_bfloat16_on_a_t4(dtype)
     assert_error_at_most_twice_pytorchs(attention.flash_attention, case, dtype, gpu)
@@ -138,17 +115,6 @@ def test_the_class_under_autocast_gives_the_functions_results_and_saves_the_natu
         assert ours.equal(theirs.squeeze(1).to(ours.dtype))
     exact = formula(*(x.detach().double() for x in short), case)[1].squeeze(1)
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-@GPU
-@pytest.mark.parametrize("head_dim", launch.DIMS)
-def test_the_log_sum_exp_on_a_gpu_is_natural(gpu, head_dim):
-    case = Case(1000, 900, head_dim)
-    q, k, v = (x.detach() for x in make_inputs(case, torch.float16, gpu)[:3])
-    with new_memory_is_nan():
-        lse = launch.flash_forward(q, k, v, True, head_dim**-0.5)[1]
-    right = formula(q.double(), k.double(), v.double(), case)[1]
-    torch.testing.assert_close(lse.double(), right, rtol=1e-5, atol=1e-5)
 
 
 @GPU

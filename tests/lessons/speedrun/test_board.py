@@ -250,6 +250,20 @@ def test_the_ladder_has_a_recipe_for_each_idea_and_its_records_are_of_them():
     assert statistics.mean(board.times(entry("mine", [50, 51, 52]))) < 51
 
 
+def test_the_ladder_compares_what_one_climb_measured():
+    def measured(minute: int, seconds: float) -> dict:
+        one = entry("mine", [seconds, seconds + 1, seconds + 2])
+        return one | {"date": f"2026-11-29T16:{minute:02}:00+00:00"}
+
+    # each took three minutes; the last began six minutes after the third had ended
+    named = dict(zip(ladder.recipes(), (measured(4, 60), measured(8, 59), measured(12, 58))))
+    assert ladder.climbs(named) == dict.fromkeys(named, 0)
+    fourth = [*ladder.recipes()][3]
+    found = ladder.steps(named | {fourth: measured(21, 30)})
+    assert [step.gain is None for step in found.values()] == [False, False, False, True]
+    assert ladder.rows({"GPU": named | {fourth: measured(21, 30)}})[3]["GPU: times as fast"] == ""
+
+
 # The open exercise
 
 
