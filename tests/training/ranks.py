@@ -1,6 +1,7 @@
 """Training on ranks: what workers of `test_parallelism` run, and its program for torchrun."""
 
 import dataclasses
+import gc
 import math
 import os
 import signal
@@ -222,6 +223,19 @@ def one_is_not_finite(what: str, how: dict[str, Any]) -> tuple[list, bool]:
     return rows, all(map(torch.equal, before, whole(step)))
 
 
+def pending_gathers(**changes: Any) -> dict[str, Any]:
+    """How many buckets of zero1 were being gathered after two steps, and the results."""
+    model = TransformerLM(MODEL, generator=torch.Generator().manual_seed(0))
+    config = dataclasses.replace(STEP, gradient_accumulation_steps=1, **ALONE, **changes)
+    step = TrainStep(model, config, CPU, torch.float32)
+    # nothing can be recorded on a CPU
+    step.use_cuda_graph(False)
+    for index in range(2):
+        step(part(index, process_group.rank(), 1), 1e-2)
+    pending = sum(bucket.gathering is not None for bucket in step.optimizer.strategy.buckets)
+    return {"pending": pending, "rows": step.read_log(), "weights": whole(step)}
+
+
 def evaluations(how: dict[str, Any] | None = None) -> list[Evaluation]:
     """With more batches than ranks, as many, and fewer; the last sequence is shorter."""
     model: Any = TransformerLM(MODEL, generator=torch.Generator().manual_seed(0))
@@ -233,6 +247,30 @@ def evaluations(how: dict[str, Any] | None = None) -> list[Evaluation]:
         evaluate(model, tokens, ones, batch_size=size, device="cpu", max_tokens=limit)
         for size, limit in ((1, 0), (3, 0), (8, 64), (64, 64))
     ]
+
+
+def held_in_evaluation(how: dict[str, Any]) -> dict[str, int]:
+    """Bytes of new tensors before an evaluation and at most in a block, and of model and block."""
+    others = _bytes_of_tensors()
+    config = dataclasses.replace(MODEL, d_model=64, d_ff=128, num_layers=8)
+    model = TransformerLM(config)
+    sizes = [sum(p.nbytes for p in part.parameters()) for part in (model, model.layers[0])]
+    step = TrainStep(model, dataclasses.replace(STEP, model=config, **how), CPU, torch.float32)
+    # what the batch of a step takes is no part of it
+    tokens, ones = random_tokens(20, 61, seed=0), np.ones(61, np.int64)
+    evaluate(step.parallel, tokens, ones, batch_size=1, device="cpu")
+    before, held = _bytes_of_tensors() - others, []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: held.append(_bytes_of_tensors() - others))
+    evaluate(step.parallel, tokens, ones, batch_size=1, device="cpu")
+    return {"before": before, "most": max(held), "model": sizes[0], "block": sizes[1]}
+
+
+def _bytes_of_tensors() -> int:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
 
 
 # Runs
@@ -374,9 +412,14 @@ def two_ranks(config: TrainConfig, folder: Path) -> dict[str, Any]:
             name: attempt(lambda how=how: one_is_not_finite("gradients", how))
             for name, how in ({"flashddp": {}} | SHARDED).items()
         },
+        "gathers": attempt(lambda: [pending_gathers(), pending_gathers(cuda_graph=True)]),
         "evaluations": evaluations(),
         "evaluated in training": {
             name: attempt(lambda how=how: evaluations(how)) for name, how in EVALUATED.items()
+        },
+        "held in evaluation": {
+            name: attempt(lambda how=how: held_in_evaluation(how))
+            for name, how in (("fsdp", FSDP), ("fsdp2", FSDP2))
         },
         "run": watched_run(dataclasses.replace(config, output=run)),
         "again": train(dataclasses.replace(config, output=run)).status,

@@ -22,7 +22,7 @@ from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.settings import DDP_WRAPPERS
 from lib.ddp.wrappers import WRAPPERS
 from lib.training import parallelism
-from lib.training.checkpoint import load_checkpoint
+from lib.training.checkpoint import load_checkpoint, newest_checkpoint
 from lib.training.config import TrainConfig, TrainingWrapper
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
@@ -181,6 +181,15 @@ def test_compiled_steps_learn_what_one_process_learns():
                 assert one == pytest.approx(other, rel=1e-4)
 
 
+def test_zero1_gathers_under_the_next_forward_pass(ranks):
+    for found in ranks:
+        eager, recorded = result_of(found["gathers"])
+        # a CUDA graph begins and ends its gathers itself
+        assert eager["pending"] > recorded["pending"] == 0
+        assert eager["rows"] == recorded["rows"]
+        assert all(map(torch.equal, eager["weights"], recorded["weights"]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
 def test_steps_recorded_on_two_gpus_are_those_launched(name):
@@ -234,6 +243,18 @@ def test_a_model_in_training_is_evaluated_as_by_one_process(ranks, name):
         for one, other in zip(result_of(found["evaluated in training"][name]), expected):
             right = pytest.approx(dataclasses.astuple(other), rel=tolerance, abs=0)
             assert dataclasses.astuple(one) == right
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
+def test_a_divided_model_is_evaluated_a_block_at_a_time(ranks, name):
+    for found in ranks:
+        held = result_of(found["held in evaluation"][name])
+        # two blocks of eight, the part outside of blocks, and activations
+        taken = held["most"] - held["before"]
+        outside = held["model"] - 8 * held["block"]
+        assert taken < 2 * held["block"] + outside + 30_000
+        # half of the weights and of two moments
+        assert held["before"] < 3 * held["model"] / 2 + 30_000
 
 
 def test_a_run_is_that_of_one_process_written_once_and_known_to_all(ranks, folder, one_process):
@@ -307,6 +328,19 @@ def test_one_process_resumes_the_run_of_ranks_with_as_many_sequences(
     changes = {"output": output, "batch_size": 1, "gradient_accumulation_steps": 6}
     assert workers.train(dataclasses.replace(config, **changes)).status == "finished"
     assert_close_run(output, one_process)
+
+
+def test_a_damaged_shard_makes_the_checkpoint_before_the_newest(ranks, folder, tmp_path):
+    shutil.copytree(folder / "zero1" / "checkpoints", tmp_path / "run")
+    newest = newest_checkpoint(tmp_path / "run")
+    assert newest.name == "step-00000012"
+    (newest / "shard-00001-of-00002.safetensors").unlink()
+    older = newest_checkpoint(tmp_path / "run")
+    assert older.name == "step-00000008"
+    shard = older / "shard-00000-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
+        newest_checkpoint(tmp_path / "run")
 
 
 def test_a_rank_killed_in_saving_leaves_the_checkpoint_before(config, folder, one_process):
