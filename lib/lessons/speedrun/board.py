@@ -262,25 +262,13 @@ def counted(run: Mapping[str, Any], clock: str) -> dict[float, float]:
 
 def draw_card(entry: Entry, path: Path) -> Path:
     """Draw an entry: its curves, the story at the target, seconds, and what it changes of ours."""
-    import matplotlib.pyplot as plt
-
     from lib.core.charts import lines
+    from lib.core.figures import house_figure, save_figure
 
     figures = entry["figures"]
-    figure, (left, right) = plt.subplots(ncols=2, figsize=(12, 6.3), width_ratios=[1, 1.1])
-    lines(
-        {
-            f"run {number}": counted(run, clock_of(entry))
-            for number, run in enumerate(figures["runs"], start=1)
-        },
-        axes=left,
-        title=f"{figures['entry']}: {mean_and_interval(times(entry))} s",
-        xlabel="seconds",
-        ylabel="bits per byte",
-        levels={"target": figures["class"]["target"]},
-    )
-    right.axis("off")
     story = re.sub(r"\s+", " ", figures["runs"][0]["story"])
+    if not story.endswith((".", "!", "?", '"')):
+        story += " …"
     parent, changed = changes(figures["source"])
     changed = [f"{line[0]} {line[1:].strip()}"[:70] for line in changed if line.strip("+- ")]
     if len(changed) > CHANGES_SHOWN:
@@ -292,7 +280,19 @@ def draw_card(entry: Entry, path: Path) -> Path:
         *textwrap.wrap(textwrap.shorten(story, 600, placeholder=" …"), 70),
     ]
     text += ["", f"What differs from {parent}.py:", *changed]
-    right.text(0, 1, "\n".join(text), va="top", family="monospace", fontsize=8.5, parse_math=False)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
-    return path
+    with house_figure(width=12, height=6.3, ncols=2) as (figure, (left, right)):
+        lines(
+            {
+                f"run {number}": counted(run, clock_of(entry))
+                for number, run in enumerate(figures["runs"], start=1)
+            },
+            axes=left,
+            title=f"{figures['entry']}: {mean_and_interval(times(entry))} s",
+            xlabel="seconds",
+            ylabel="bits per byte",
+            levels={"target": figures["class"]["target"]},
+        )
+        right.axis("off")
+        look: dict = {"va": "top", "family": "monospace", "fontsize": 8.5, "parse_math": False}
+        right.text(0, 1, "\n".join(text), **look)
+        return save_figure(figure, path)

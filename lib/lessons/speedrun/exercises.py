@@ -187,6 +187,10 @@ curve.append((tokens => bits <= race.target or is_over or curve.append((tokens
     | a point is (tokens, seconds, bits), in this order
 tokens += count => tokens = count
     | tokens are those of the last step; add them up
+seconds += race.clock() - before => seconds = race.clock() - before
+    | seconds are those of the last step; add them up
+race.judged_every or is_over => race.judged_every
+    | at the limit the run goes on to the next judgment; judge at once, and return
 """
 
 
@@ -215,6 +219,10 @@ dict(FAULTS) => swapped(2, 10)
 dict(FAULTS) => swapped(8, 11)
     | 8 and 11 are mixed up: both are odd before the first update, one in its loss, the other in
     its attention
+dict(FAULTS) => swapped(5, 7)
+    | 5 and 7 are mixed up: one learns as usual and then stops, the other is behind all the time
+dict(FAULTS) => swapped(10, 12)
+    | 10 and 12 are mixed up: in one the loss jumps in its first steps, the other starts as usual
 dict(FAULTS) => swapped(4, 7)
     | 4 and 7 are mixed up: in one of them only the end of a sequence is predicted badly
 """

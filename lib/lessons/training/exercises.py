@@ -282,7 +282,7 @@ def describe_diagnosis(yours: Any, expected: Mapping[str, str]) -> str:
     parts = [f"{right} of {len(expected)} right"]
     if missing := ", ".join(str(letter) for letter in expected if letter not in yours):
         parts.append(f"missing: {missing}")
-    if strange := ", ".join(str(letter) for letter in yours if letter not in expected):
+    if strange := ", ".join(repr(letter) for letter in yours if letter not in expected):
         parts.append(f"no such run: {strange}")
     if twice := ", ".join(f for f in expected.values() if list(yours.values()).count(f) > 1):
         parts.append(f"named more than once: {twice}")

@@ -129,6 +129,8 @@ def test_a_race_keeps_says_and_draws_how_it_compares(against, tmp_path, monkeypa
     assert said.split("\n")[2].startswith(verdict)
     picture = commands.card(commands.CardConfig(path, tmp_path / "card.png"))
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match=r"entry must be a record, such as .*, got .*my_run.py"):
+        commands.card(commands.CardConfig(file, tmp_path / "card.png"))
 
 
 def test_the_board_says_who_is_faster_and_a_single_run_claims_nothing():

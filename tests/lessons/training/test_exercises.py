@@ -136,7 +136,7 @@ def test_batches_that_are_joined_are_refused():
         ),
         (
             {"A": "same batch", "B": "bad luck", "G": "same batch"},
-            "  1 of 6 right; missing: C, D, E, F; no such run: G; "
+            "  1 of 6 right; missing: C, D, E, F; no such run: 'G'; "
             "named more than once: same batch; unknown fault: bad luck",
         ),
         ("A", "  it returned 'A'; return a dict from each run to its fault"),
