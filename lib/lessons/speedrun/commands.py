@@ -203,9 +203,9 @@ def card(config: CardConfig) -> Path:
     newest = sorted(own_board().glob("*.jsonl"), key=lambda path: path.stat().st_mtime)[-1:]
     path = config.entry or next(iter(newest), None)
     require(path is not None, "no entry is on your board yet; race one: python -m lib race FILE")
-    found = read_records(path)
+    found = path.suffix == ".jsonl" and path.is_file()
     require(found, f"entry must be a record, such as {own_board() / 'my_run.jsonl'}, got {path}")
-    return draw_card(found[-1], config.output)
+    return draw_card(read_records(path)[-1], config.output)
 
 
 @settings
