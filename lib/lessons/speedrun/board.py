@@ -267,7 +267,7 @@ def draw_card(entry: Entry, path: Path) -> Path:
 
     figures = entry["figures"]
     story = re.sub(r"\s+", " ", figures["runs"][0]["story"])
-    if not story.endswith((".", "!", "?", '"')):
+    if not re.search(r'[.!?]"?$', story):
         story += " …"
     parent, changed = changes(figures["source"])
     changed = [f"{line[0]} {line[1:].strip()}"[:70] for line in changed if line.strip("+- ")]
