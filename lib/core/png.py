@@ -26,6 +26,9 @@ def in_palette(png: bytes) -> bytes:
     small, kept = io.BytesIO(), {name: image.info[name] for name in ("dpi",) if name in image.info}
     # no dithering, which would put dots into areas of one color
     coverage = Image.Quantize.MAXCOVERAGE  # rare colors, such as thin lines, keep their own
-    colors = image.convert("RGB").quantize(MOST_COLORS, coverage, dither=Image.Dither.NONE)
+    # kmeans=1: each color of the palette is the mean of its pixels, so gray grid lines stay gray
+    colors = image.convert("RGB").quantize(
+        MOST_COLORS, coverage, kmeans=1, dither=Image.Dither.NONE
+    )
     colors.save(small, "png", optimize=True, pnginfo=texts, **kept)
     return min(small.getvalue(), png, key=len)

@@ -43,3 +43,16 @@ def test_a_picture_with_transparent_pixels_or_that_gets_no_smaller_stays():
     assert in_palette(png(clear)) == png(clear)
     dot = png(Image.new("L", (1, 1)))
     assert in_palette(dot) == dot
+
+
+def test_gray_lines_of_a_chart_stay_gray_beside_many_shades_of_its_colors():
+    paper, gray = np.array([251, 250, 247]), np.array([221, 220, 214])
+    blue, orange, green, ink = (0, 114, 178), (213, 94, 0), (0, 158, 115), (34, 34, 34)
+    picture = np.broadcast_to(paper, (200, 300, 3)).astype(np.uint8)
+    for row, color in enumerate([blue, orange, green, ink, (204, 121, 167), (230, 159, 0)]):
+        shares = np.linspace(0, 1, 300)[:, None]
+        picture[10 + row] = (1 - shares) * paper + shares * color
+    picture[50::50] = gray
+    after = Image.open(io.BytesIO(in_palette(png(Image.fromarray(picture)))))
+    assert after.mode == "P"
+    assert np.abs(np.asarray(after.convert("RGB"))[50].astype(int) - gray).max() < 4
