@@ -243,7 +243,7 @@ def draw_choices(generator: random.Random, size: int) -> tuple:
     return (choices,)
 
 
-@exercise("warm-up", draw_choices)
+@exercise("optional", draw_choices)
 def story_bits(choices: Sequence[tuple[list, Any]]) -> float:
     return sum(math.log2(len(options) / options.count(shown)) for options, shown in choices)
 
