@@ -41,6 +41,8 @@ queries, queries - 1] => queries, queries] | each token's weight on itself is av
 .mean( => .max( | the largest weight on a previous token decides; take the mean over the tokens
 int(layer), int(head) => int(head), int(layer)
     | layer and head are returned in the wrong order
+return int(layer), int(head) => return int(means.argmax())
+    | this is the number of the head among all; `np.unravel_index` makes a pair of it
 int(layer), int(head) => int(layer) + 1, int(head) + 1
     | layers and heads are counted from 1; count from 0
 means = weights[:, :, queries, queries - 1].mean(axis=-1) =>

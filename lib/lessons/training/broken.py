@@ -18,6 +18,7 @@ from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records
 from lib.data import get_batch
 from lib.data.stories import generate_stories
+from lib.lessons.model.explorers import attention_patterns
 from lib.model import ModelConfig, TransformerLM
 from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
 
@@ -101,18 +102,12 @@ def unscale(config: ModelConfig) -> Callable:
     return hook
 
 
-@torch.no_grad()
 def attention_peak(model: TransformerLM, x: Tensor) -> float:
     """The share of its attention that a query gives to one key, on average, in the first layer."""
-    layer = model.layers[0]
-    qkv = layer.attn.qkv_proj(layer.ln1(model.token_embeddings(x)))  # (batch, length, 3 · d_model)
-    parts = qkv.unflatten(-1, (3, layer.attn.num_heads, -1)).transpose(1, 3)
-    q, k = (model.rope(part) for part in parts.unbind(2)[:2])  # (batch, heads, length, head_dim)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    # (texts, heads, queries, keys)
+    weights = np.stack([attention_patterns(model, token_ids)[0] for token_ids in x.tolist()])
     # the first queries have too few keys to choose from
-    return weights[..., 8:, :].amax(-1).mean().item()
+    return float(weights[:, :, 8:].max(-1).mean())
 
 
 def story_tokens() -> tuple[np.ndarray, np.ndarray, int]:

@@ -401,6 +401,8 @@ before >= top_p => ranked.cumsum(0) > top_p
 before >= top_p => ranked.cumsum(0) >= top_p
     | cumsum < top_p drops the token that crosses; keep where the sum of those before is below
     top_p
+before >= top_p => ranked < ranked[before < top_p][-1]
+    | tokens as likely as the last one needed are kept, too; keep only as many as reach top_p
 before >= top_p => before > top_p
     | one token too many is kept where the sum is exactly top_p, which is reached then
  / ranked.sum() => | the probabilities kept do not sum to 1; divide them by their sum
