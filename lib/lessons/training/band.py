@@ -83,8 +83,8 @@ def train_with_seed(run: BandRun, tokens: np.ndarray, seed: int) -> tuple[Transf
     return model, losses
 
 
-def record_band(path: Path = RECORDS) -> Path:
-    """Train the run with each seed, and write the lowest and highest losses to `path`."""
+def record_band() -> Path:
+    """Train the run with each seed, and write the lowest and highest losses."""
     run = BandRun()
     tokens, judge = prepare_stories(run.eval_tokens)
 
@@ -104,15 +104,15 @@ def record_band(path: Path = RECORDS) -> Path:
     }
     for name, choose in {"low": min, "high": max}.items():
         figures[name] = [round(choose(curve[step] for curve in curves), 4) for step in curves[0]]
-    path.unlink(missing_ok=True)
-    append_record(path, new_record(figures, config=run, seed=SEEDS[0]))
-    return path
+    RECORDS.unlink(missing_ok=True)
+    append_record(RECORDS, new_record(figures, config=run, seed=SEEDS[0]))
+    return RECORDS
 
 
-def read_band(run: BandRun, path: Path = RECORDS) -> dict[str, Any] | None:
+def read_band(run: BandRun) -> dict[str, Any] | None:
     """The recorded band of `run`: "steps", "low", "high", "held_out", and "held_out_at_rate".
 
     None of another run.
     """
-    (record,) = read_records(path)
+    (record,) = read_records(RECORDS)
     return record["figures"] if BandRun(**record["config"]) == run else None

@@ -122,29 +122,25 @@ def story_tokens() -> tuple[np.ndarray, np.ndarray, int]:
     return train, held_out, tokenizer.vocab_size
 
 
-def record_broken_runs(path: Path = RECORDS) -> Path:
-    """Train each broken run on generated stories, and write them as records to `path`."""
+def record_broken_runs() -> Path:
+    """Train each broken run on generated stories, and write their records."""
     train, held_out, vocab_size = story_tokens()
-    path.unlink(missing_ok=True)
+    RECORDS.unlink(missing_ok=True)
     for fault in (HEALTHY, NO_WARM_UP, *FAULTS.values()):
         history = train_with(fault, train, held_out, vocab_size)
         figures: dict[str, Any] = {"run": fault}
         figures |= {name: [round(value, 4) for value in values] for name, values in history.items()}
         settings = {"steps": STEPS, "batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE}
-        append_record(path, new_record(figures, config=settings | SHAPE, seed=0))
-    return path
+        append_record(RECORDS, new_record(figures, config=settings | SHAPE, seed=0))
+    return RECORDS
 
 
-def _read_runs(path: Path) -> dict[str, dict[str, Any]]:
-    return {record["figures"]["run"]: record["figures"] for record in read_records(path)}
-
-
-def read_run(fault: str, path: Path = RECORDS) -> dict[str, Any]:
+def read_run(fault: str) -> dict[str, Any]:
     """Return the figures of the run with `fault`, a value of FAULTS, HEALTHY or NO_WARM_UP."""
-    return _read_runs(path)[fault]
+    (found,) = (r["figures"] for r in read_records(RECORDS) if r["figures"]["run"] == fault)
+    return found
 
 
-def read_broken_runs(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
+def read_broken_runs() -> dict[str, dict[str, Any]]:
     """Return the figures of the runs that the notebook shows: HEALTHY, then a letter for each."""
-    runs = _read_runs(path)
-    return {name: runs[fault] for name, fault in ({HEALTHY: HEALTHY} | FAULTS).items()}
+    return {name: read_run(fault) for name, fault in ({HEALTHY: HEALTHY} | FAULTS).items()}
