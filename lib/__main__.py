@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import itertools
 import json
 import logging
 import os
@@ -54,11 +53,10 @@ class Command(NamedTuple):
     """Whether processes that `torchrun` started work together on it."""
 
     word: str = ""
-    """The field that a word without a flag sets."""
+    """The field that words without a flag set."""
 
 
 STARTS_OVER = "the same command starts over"
-RESUMES = "what was measured is kept, and the same command continues from there"
 CONTINUES = "what was done and saved is kept, and the same command continues from there"
 
 # Commands that learners and experimenters use.
@@ -138,8 +136,6 @@ MEASURE: dict[str, Command] = {
     "benchmark tokenizer": Command(
         "Measure the tokenizer against its peers.",
         "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
-        prints="{config.output}/tokenizer_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark training": Command(
         "Measure training steps on a GPU against a peer.",
@@ -173,7 +169,7 @@ MEASURE: dict[str, Command] = {
         "Measure all that the GPUs of a host share, beside predictions; --predict records these.",
         "lib.tools.scaling:benchmark_scaling",
         prints="{config.output}/scaling.md",
-        interrupted=RESUMES,
+        interrupted=CONTINUES,
     ),
     "profile": Command(
         "Profile training steps: time by kernel, idle gaps, memory by category.",
@@ -213,12 +209,11 @@ MAINTAIN: dict[str, Command] = {
     "lessons band": Command(
         "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
         "lib.lessons.training.band:record_band",
-        prints="{result}",
     ),
     "lessons ablation": Command(
         "Train the variants of notebook 02's model, three seeds each, for its record.",
         "lib.lessons.model.ablation:run_ablations",
-        interrupted=RESUMES,
+        interrupted=CONTINUES,
     ),
     "lessons llama": Command(
         "Record logits of `transformers` for notebook 03.",
@@ -248,7 +243,6 @@ MAINTAIN: dict[str, Command] = {
     "lessons mesh-steps": Command(
         "Time pipelines and ring attention on GPUs, for notebook 11.",
         "lib.lessons.mesh.gpus:record_mesh_steps",
-        prints="{result}",
         on_ranks=True,
     ),
     "race board": Command(
@@ -263,8 +257,7 @@ MAINTAIN: dict[str, Command] = {
     "race ladder": Command(
         "Race every recipe of notebook 12's ladder, three seeds each, for its record.",
         "lib.lessons.speedrun.commands:climb",
-        prints="{result}",
-        interrupted=RESUMES,
+        interrupted=CONTINUES,
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
@@ -368,7 +361,11 @@ class LogAboveBars(logging.StreamHandler):
             return
         from tqdm import tqdm
 
-        tqdm.write(self.format(record), file=sys.stderr)
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        # as every handler: who logs is not stopped by a terminal that was closed
+        except OSError:
+            self.handleError(record)
 
 
 def groups() -> set[str]:
@@ -416,7 +413,7 @@ def run_command(name: str, flags: list[str]) -> int:
         result = function(config) if cls else function()
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            how = command.interrupted or (RESUMES if report else STARTS_OVER)
+            how = command.interrupted or (CONTINUES if report else STARTS_OVER)
             print(f"\nstopped; {how}", file=sys.stderr, flush=True)
         raise
     prints = command.prints or ("{result}" if isinstance(result, Path) else "")
@@ -491,7 +488,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
             print(f"\nMore: {', '.join(more)}; each has its own --help.")
         raise SystemExit(0)
     flags = ["--help" if flag == HELP_ALL else flag for flag in flags]
-    flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
+    flags = name_word(flags, COMMANDS[command].word)
     import tyro
 
     return tyro.cli(
@@ -557,26 +554,15 @@ def read_config(cls: type[T], name: str) -> T:
     return from_json(PipelineConfig, path).part(cls)
 
 
-def name_word(flags: list[str], field: str, *, takes_several: bool = False) -> list[str]:
-    """`flags` with the flag of `field` before the word that has none, as in `export DIR`.
-
-    Where it `takes_several`, they come first, as in `runs remove ONE TWO`.
-    """
-    if takes_several:
-        words = list(itertools.takewhile(lambda flag: not flag.startswith("-"), flags))
-        return [f"--{field}", *flags] if words else flags
-    if not field:
+def name_word(flags: list[str], field: str) -> list[str]:
+    """`flags` with the flag of `field` before the words that have none, as in `export DIR`."""
+    if not field or f"--{field}" in flags:
         return flags
-    named, words = [], []
-    for before, word in zip(["", *flags], flags):
-        follows_flag = before.startswith("--") and "=" not in before
-        if not follows_flag and not word.startswith("-"):
-            words.append(word)
-            word = f"--{field}={word}"
-        named.append(word)
-    if len(words) > 1:
-        raise ValueError(f"{field} must be one word, got {' '.join(words)}; options need a flag")
-    return named
+    words, rest = [], []
+    for before, flag in zip(["", *flags], flags):
+        is_value = before.startswith("--") and "=" not in before
+        (rest if is_value or flag.startswith("-") else words).append(flag)
+    return [f"--{field}", *words, *rest] if words else flags
 
 
 def full_flag(cls: type, flag: str, command: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from cycler import cycler
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lib.core.files import write_atomically
@@ -86,26 +85,17 @@ def house_figure(*, width: float = 7.0, height: float = 4.0, **subplots) -> Iter
             plt.close(figure)
 
 
-def save_figure(figure: Figure, path: str | os.PathLike, *, alt: str | None = None) -> Path:
-    """Write `figure` to a .png or .svg file, whole or not at all.
-
-    Args:
-        alt: a description for readers who cannot see the figure, stored in the file. By default
-            `alt_text(figure)`.
+def save_figure(figure: Figure, path: str | os.PathLike) -> Path:
+    """Write `figure` with its `alt_text` to a .png or .svg file, whole or not at all.
 
     Raises:
-        ValueError: an axis has no label, or `path` does not end in .png or .svg.
+        ValueError: `path` does not end in .png or .svg.
     """
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"path must end in .png or .svg, got {str(path)!r}")
-    for axes in _data_axes(figure):
-        for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
-            if axis.get_visible() and len(axis.get_ticklocs()) and not axis.get_label_text():
-                title = axes.get_title(loc="left") or path.name
-                raise ValueError(f"the {name} axis of {title!r} must have a label: name (unit)")
     # without date and version, the same figure gives the same bytes
-    metadata = {"Description": alt or alt_text(figure)}
+    metadata = {"Description": alt_text(figure)}
     metadata |= {"Software": None} if path.suffix == ".png" else {"Date": None}
     image = io.BytesIO()
     with plt.rc_context(STYLE):
@@ -118,7 +108,7 @@ def save_figure(figure: Figure, path: str | os.PathLike, *, alt: str | None = No
 def alt_text(figure: Figure) -> str:
     """Describe `figure` in words: titles, axes and the names of the series."""
     sentences = [f"{title}."] if (title := figure.get_suptitle()) else []
-    for axes in _data_axes(figure):
+    for axes in (axes for axes in figure.axes if axes.get_visible() and axes.axison):
         title = axes.get_title(loc="left") or axes.get_title()
         series = [label for label in axes.get_legend_handles_labels()[1] if label]
         if not series and axes.get_legend():
@@ -142,7 +132,3 @@ def describe_figures(formatter: Any) -> None:
         return data, metadata | {"alt": alt_text(figure)}
 
     formatter.for_type(Figure, draw_with_alt)
-
-
-def _data_axes(figure: Figure) -> list[Axes]:
-    return [axes for axes in figure.axes if axes.get_visible() and axes.axison]

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -83,15 +83,6 @@ def make_folder(folder: str | os.PathLike) -> None:
     except OSError as error:
         reason = f"cannot be written to ({error.strerror})"
         raise OSError(error.errno, reason, str(folder)) from error
-
-
-def write_together(contents: Mapping[Path, str | bytes]) -> None:
-    """Write several files, as `write_atomically` one: none is replaced before all are on disk."""
-    with contextlib.ExitStack() as files:
-        for path, content in contents.items():
-            file = files.enter_context(atomic_write(path))
-            file.write(content.encode() if isinstance(content, str) else content)
-            sync(file)
 
 
 def user_cache() -> Path:

@@ -8,7 +8,6 @@ them into a pandas DataFrame.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from lib.core.files import (
     ROOT,
     make_folder,
     no_space_error,
+    sync,
     sync_folder,
     write_atomically,
 )
@@ -122,35 +122,28 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
     path = Path(path)
     try:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"record for {path}: {error}{_non_finite_values(record)}") from error
     make_folder(path.parent)
-    with open(path, "ab+", buffering=0) as file:
-        # start a new line after one that an interruption cut short
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                line = "\n" + line
-        try:
+    try:
+        with open(path, "ab+") as file:
+            # start a new line after one that an interruption cut short
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else f"\n{line}"
             # bytes of a path that are no text become escapes of JSON
-            data = f"{line}\n".encode(errors="backslashreplace")
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, "only part of the line was written")
-            os.fsync(file.fileno())
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise no_space_error(error, path, len(data)) from error
-            raise
+            file.write(f"{line}\n".encode(errors="backslashreplace"))
+            sync(file)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise no_space_error(error, path, len(line)) from error
+        raise
     sync_folder(path.parent)
 
 
 def _non_finite_values(record: Record) -> str:
     """Name the values that JSON has no number for, as the end of an error message."""
-    try:
-        values = flatten(record).items()
-    except RecursionError:
-        return ""
+    values = flatten(record).items()
     bad = [f"{k} is {v}" for k, v in values if isinstance(v, float) and not math.isfinite(v)]
     return f" ({', '.join(bad)}; use a finite number, a text such as 'oom', or null)" if bad else ""
 
@@ -169,7 +162,7 @@ def read_records(path: str | os.PathLike) -> list[Record]:
             record = json.loads(line, parse_constant=reject_constant)
             if not isinstance(record, dict):
                 raise ValueError(f"must be an object, got {type(record).__name__}")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             warnings.warn(f"{path}:{number} is not a record, skipped: {error}", stacklevel=2)
             continue
         records.append(record)

@@ -92,31 +92,19 @@ def settings(cls: type[T]) -> type[T]:
     return made
 
 
-def _python_value(value: Any) -> Any:
-    """Turn NumPy's number into Python's, and refuse text that no file can hold."""
-    try:
-        if isinstance(value, (str, os.PathLike)):
-            str(value).encode()
-    except UnicodeEncodeError as error:
-        from pydantic_core import PydanticCustomError
-
-        raise PydanticCustomError("utf8", "text that UTF-8 can hold") from error
-    return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
 @functools.cache
 def _strict_types() -> dict[Any, Any]:
     """Stricter types than pydantic's own, which take "1" for 1, and 1 for True."""
     from pydantic import BeforeValidator, Strict
 
-    python = BeforeValidator(_python_value)
+    # NumPy's number becomes Python's
+    number = BeforeValidator(lambda n: n.item() if getattr(n, "ndim", None) == 0 else n)
     bits = Interval(gt=-(2**63), lt=2**63)
     return {
-        int: Annotated[int, Strict(), bits, python],
-        float: Annotated[float, Strict(), python],
-        str: Annotated[str, Strict(), python],
+        int: Annotated[int, Strict(), bits, number],
+        float: Annotated[float, Strict(), number],
+        str: Annotated[str, Strict()],
         bool: Annotated[bool, Strict()],
-        Path: Annotated[Path, python],
     }
 
 
@@ -230,7 +218,7 @@ def from_json(cls: type[T], source: str | os.PathLike) -> T:
         values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=reject_constant)
         require(isinstance(values, dict), f"must be an object, got {values!r}")
         return cls(**values)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 

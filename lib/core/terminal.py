@@ -18,18 +18,10 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make standard streams that take any text, here and in the processes started from now on.
+    """Let standard output take any text, here and in the processes started from now on.
 
-    What their encoding lacks is written as `\\u2713`. A stream that was closed leads nowhere.
+    What its encoding lacks is written as `\\u2713`.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # or the next file that is opened would get this number, and what others print
-            os.open(os.devnull, os.O_RDWR)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r+" if number else "r", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

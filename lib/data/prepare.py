@@ -169,10 +169,9 @@ def check_made_here(folder: Path) -> None:
     path = tokenizer_files.find(folder)
     unknown = [path] if path.exists() and not _made_from(path) else []
     for part in ("train", "validation"):
-        # a manifest, or the journal of one that a crash has left unfinished
-        records = (folder / f"{part}.npy.json", folder / f"{part}.npy.partial.json")
-        if (folder / f"{part}.npy").exists() and not any(record.exists() for record in records):
-            unknown.append(folder / f"{part}.npy")
+        array = folder / f"{part}.npy"
+        if array.exists() and not array.with_suffix(".npy.json").exists():
+            unknown.append(array)
     if unknown:
         raise ValueError(
             f"output must be a folder that `tokenize` made, or a new one, got {folder}: nothing "
@@ -185,7 +184,7 @@ def _made_from(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.with_suffix(".source.json").read_bytes())
         is_its_own = record["tokenizer_sha256"] == json.loads(path.read_bytes())["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
     return record if is_its_own else {}
 

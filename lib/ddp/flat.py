@@ -6,7 +6,8 @@ buckets. Subclasses say what `send` starts: an all-reduce in data parallelism (`
 reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
 
 `Bucket` is the layout: parameters side by side in one buffer, which can be cut into a slice per
-rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too.
+rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too, and start their
+reduce-scatters and all-gathers with it.
 
 One bucket of two parameters for two ranks, a slice being 4 elements:
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.process_group import as_real, global_rank, world_size
+from lib.ddp.process_group import all_gather, as_real, global_rank, reduce_scatter, world_size
 
 # Fused optimizers read and write gradients this many bytes at a time.
 ALIGNMENT = 16
@@ -83,7 +84,7 @@ class Bucket:
     def lay_out(self, like: Tensor) -> None:
         """Compute where parameters start in a buffer of the dtype of `like`, in elements."""
         # parameters, each from a multiple of 16 bytes to the next one's start
-        self.dtype = like.dtype
+        self.kind = like.dtype, like.device
         num_bytes = min(like.itemsize, (self.narrowest or like.dtype).itemsize)
         step = max(1, ALIGNMENT // num_bytes)
         self.lengths = [-(-size // step) * step for size in self.sizes]
@@ -104,7 +105,7 @@ class Bucket:
 
         A single tensor without gaps is returned as it is, flat.
         """
-        if tensors[0].dtype != self.dtype:
+        if (tensors[0].dtype, tensors[0].device) != self.kind:
             self.lay_out(tensors[0])
         # tensor, gap, tensor, gap, ..., last
         pieces = [tensor.reshape(-1) for tensor in tensors]
@@ -122,6 +123,17 @@ class Bucket:
             for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
 
+    def start_reduce_scatter(
+        self, flat: Tensor, group: dist.ProcessGroup | None, averages: bool
+    ) -> Tensor:
+        """Start to reduce each rank's buffer; return this rank's slice, of `receive_mean`."""
+        mean = flat.new_empty(self.slice_length)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self.works = [reduce_scatter(mean, flat, op=op, group=group, async_op=True)]
+        # what is sent lives until it has arrived
+        self.sent, self.means = [flat], [mean]
+        return mean
+
     def receive_mean(self, divisor: int) -> None:
         """Wait for what was sent (on a GPU only its stream waits), and divide the sums."""
         for work in self.works:
@@ -131,6 +143,12 @@ class Bucket:
             for tensor in self.means:
                 tensor.div_(divisor)
         self.works, self.sent, self.means = [], [], []
+
+    def start_all_gather(self, flat: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Start to fill the buffer `flat` with all ranks' slices, of which this rank has `own`."""
+        work = all_gather(flat, own, group=group, async_op=True)
+        # what is sent lives until it has arrived
+        self.gathering = work, own
 
     def wait(self) -> None:
         """Wait for the all-gather under way; on a GPU only its stream waits."""

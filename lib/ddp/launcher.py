@@ -56,16 +56,14 @@ LOST = ("connection reset by peer", "connection closed by peer", "remote process
 class WorkerError(RuntimeError):
     """The first failure of any rank, which made a launched job fail.
 
-    `rank` is the one that failed, `worker_traceback` its Python traceback: of an exception, or of
-    what it was doing when it crashed ("" if unknown). `has_died` tells whether the process ended
-    without an exception, such as by a signal; what other ranks raised follows from that.
+    `rank` is the one that failed; the message has its Python traceback, or what it was doing when
+    it crashed. `has_died` tells whether the process ended without an exception, such as by a
+    signal; what other ranks raised follows from that.
     """
 
-    def __init__(
-        self, message: str, rank: int, worker_traceback: str = "", has_died: bool = False
-    ) -> None:
+    def __init__(self, message: str, rank: int, has_died: bool = False) -> None:
         super().__init__(message)
-        self.rank, self.worker_traceback, self.has_died = rank, worker_traceback, has_died
+        self.rank, self.has_died = rank, has_died
 
 
 def launch(
@@ -311,12 +309,11 @@ def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerErro
     if died:
         rank = died[0]
         message = f"rank {rank} of {len(ranks)} {_how_it_ended(exitcodes[rank])}"
-        stack = _stack_of_crash(_crash_file(folder, rank))
-        parts = [message, stack]
+        parts = [message, _stack_of_crash(_crash_file(folder, rank))]
         # of interest unless it only says that the rank is gone
         if earliest is not None and not _is_lost(failures[earliest]["summary"]):
             parts.append(f"rank {earliest} raised:\n{failures[earliest]['traceback']}")
-        return WorkerError("\n\n".join(filter(None, parts)), rank, stack, has_died=True)
+        return WorkerError("\n\n".join(filter(None, parts)), rank, has_died=True)
 
     rank = earliest
     failure, others = failures[rank], ""
@@ -328,7 +325,7 @@ def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerErro
     elif returned:
         others = f" (had returned by then: rank {', '.join(map(str, returned))})"
     message = f"rank {rank} of {len(ranks)} raised {failure['summary']}{others}"
-    return WorkerError(f"{message}\n\n{failure['traceback']}", rank, failure["traceback"])
+    return WorkerError(f"{message}\n\n{failure['traceback']}", rank)
 
 
 def _stack_of_crash(file: Path) -> str:

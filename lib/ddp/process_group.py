@@ -42,7 +42,6 @@ BACKENDS = ("nccl", "gloo")
 REGISTERED: dict[str, Callable[[Any, int], None]] = {}
 # What every backend sends; other dtypes travel as bytes.
 SENT_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_PORT = 2**16 - 1
 # Variables that torchrun sets for each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -119,9 +118,6 @@ def init_from_environment(
             "sets all of them"
         )
     numbers = {name: _whole_number(name) for name in VARIABLES if name != "MASTER_ADDR"}
-    port = numbers["MASTER_PORT"]
-    if port > MAX_PORT:
-        raise ValueError(f"MASTER_PORT must be at most {MAX_PORT}, got {port}")
     for prefix in ("", "LOCAL_"):
         of_rank, count = numbers[f"{prefix}RANK"], numbers[f"{prefix}WORLD_SIZE"]
         if of_rank >= count:
@@ -399,10 +395,9 @@ def broadcast_module(
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def checked() -> dict[str, str]:
-        others = facts()
         for name, tensor in tensors.items():
             _check_can_be_sent(name, tensor)
-        return {name: describe_tensor(tensor) for name, tensor in tensors.items()} | others
+        return {name: describe_tensor(tensor) for name, tensor in tensors.items()} | facts()
 
     agree(checked, group)
     for tensor in tensors.values():
@@ -417,7 +412,7 @@ def _check_can_be_sent(name: str, tensor: Tensor) -> None:
     if is_sharded(tensor):
         raise ValueError(
             f"{name} must be whole, but is divided among the ranks already: one of them would "
-            "overwrite the others' parts; wrap the whole module once"
+            "overwrite the others' parts; wrap the whole module once (FSDP: name parts in blocks=)"
         )
     if nn.parameter.is_lazy(tensor):
         raise ValueError(
@@ -456,24 +451,7 @@ def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) ->
 
     The order counts too: what ranks do with parameters goes by their positions.
     """
-    _compare(gather_objects(facts, group))
-
-
-def _compare(facts_of_ranks: list[dict[str, str]]) -> None:
-    for other, theirs in enumerate(facts_of_ranks):
-        for name in [*facts_of_ranks[0], *theirs]:
-            first, found = (given.get(name, "missing") for given in (facts_of_ranks[0], theirs))
-            if first != found:
-                raise ValueError(
-                    f"{name} must be the same on all ranks, but is {first} on rank 0 and {found} "
-                    f"on rank {other}"
-                )
-        for position, pair in enumerate(zip(facts_of_ranks[0], theirs)):
-            if pair[0] != pair[1]:
-                raise ValueError(
-                    f"the order must be the same on all ranks, but at position {position} is "
-                    f"{pair[0]} on rank 0 and {pair[1]} on rank {other}"
-                )
+    agree(lambda: facts, group)
 
 
 def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None = None) -> None:
@@ -488,7 +466,21 @@ def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None =
     Raises:
         Exception: as `gather_results`, if `facts` raised, and else as `check_same`.
     """
-    _compare(gather_results(facts, group))
+    first, *others = gather_results(facts, group)
+    for other, theirs in enumerate(others, start=1):
+        for name in [*first, *theirs]:
+            expected, found = first.get(name, "missing"), theirs.get(name, "missing")
+            if expected != found:
+                raise ValueError(
+                    f"{name} must be the same on all ranks, but is {expected} on rank 0 and "
+                    f"{found} on rank {other}"
+                )
+        for position, pair in enumerate(zip(first, theirs)):
+            if pair[0] != pair[1]:
+                raise ValueError(
+                    f"the order must be the same on all ranks, but at position {position} is "
+                    f"{pair[0]} on rank 0 and {pair[1]} on rank {other}"
+                )
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -500,21 +492,15 @@ def describe_tensor(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """A number for each tensor that tells its bits apart from others, the same on any device."""
+    """A number for each of the tensors, of one device, that tells its bits apart from others."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for tensor in tensors:
         real = as_real(tensor)
         bits = real.detach().contiguous().view(-1).view(widths[real.element_size()])
         sums.append(bits.sum(dtype=torch.int64))
-    # one transfer from each device
-    found = [0] * len(sums)
-    for device in dict.fromkeys(one.device for one in sums):
-        indices = [n for n, one in enumerate(sums) if one.device == device]
-        values = torch.stack([sums[n] for n in indices]).tolist()
-        for n, value in zip(indices, values):
-            found[n] = value
-    return found
+    # one transfer for all
+    return torch.stack(sums).tolist() if sums else []
 
 
 def gather_results(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:

@@ -33,8 +33,9 @@ class TorchDDP(Wrapper):
         bucket_cap_mb: float = 25.0,
     ) -> None:
         super().__init__()
-        self.inner: Any = module
-        self.group = group
+        self.module, self.group = module, group
+        # PyTorch's wrapper, if there is one; in a list, so that it is no part of this module
+        self.inner: list[Any] = []
         self.params = list(module.parameters())
         self.dtypes = [param.dtype for param in self.params]
         # whether the last forward pass was in no_sync, and whether a backward pass followed it
@@ -46,28 +47,26 @@ class TorchDDP(Wrapper):
             names = inspect.signature(DistributedDataParallel).parameters
             sync_buffers = max({"forward_sync_buffers", "broadcast_buffers"} & names.keys())
             options: dict[str, Any] = {sync_buffers: False}
-            self.inner = DistributedDataParallel(
-                module,
-                process_group=group,
-                bucket_cap_mb=bucket_cap_mb,
-                gradient_as_bucket_view=True,
-                **options,
+            self.inner.append(
+                DistributedDataParallel(
+                    module,
+                    process_group=group,
+                    bucket_cap_mb=bucket_cap_mb,
+                    gradient_as_bucket_view=True,
+                    **options,
+                )
             )
-            self._watch()
+            before_leaving(self.free)
+            # a hook on one parameter is enough, since each backward pass must reach all
+            add_hook(next(param for param in self.params if param.requires_grad), self)
 
     def _facts(self, bucket_cap_mb: float) -> dict[str, str]:
-        check_not_wrapped(self.inner)
+        check_not_wrapped(self.module)
         return {"ddp_wrapper": "TorchDDP", "bucket_cap_mb": checked_cap(bucket_cap_mb)}
-
-    def _watch(self) -> None:
-        """Look at each backward pass, and free PyTorch's wrapper before its group."""
-        before_leaving(self.free)
-        # one is enough, since each pass must reach all
-        add_hook(next(param for param in self.params if param.requires_grad), self)
 
     def gradient_arrived(self, param: Tensor) -> None:
         """Called in backward; refuse a second pass, which would not be averaged."""
-        if not self._is_wrapped or not self.inner.require_backward_grad_sync:
+        if not self.inner or not self.inner[0].require_backward_grad_sync:
             return
         if self.was_averaged:
             raise RuntimeError(
@@ -78,16 +77,7 @@ class TorchDDP(Wrapper):
 
     def free(self) -> None:
         """Take PyTorch's wrapper off the module."""
-        self.inner = self.module
-
-    @property
-    def module(self) -> nn.Module:  # type: ignore[override]  # an attribute in `Wrapper`
-        """The wrapped module."""
-        return self.inner.module if self._is_wrapped else self.inner
-
-    @property
-    def _is_wrapped(self) -> bool:
-        return isinstance(self.inner, DistributedDataParallel)
+        self.inner.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -95,12 +85,12 @@ class TorchDDP(Wrapper):
         Raises:
             RuntimeError: the module has been cast since; PyTorch would average nothing then.
         """
-        if self._is_wrapped and [param.dtype for param in self.params] != self.dtypes:
+        if self.inner and [param.dtype for param in self.params] != self.dtypes:
             raise RuntimeError("the module was cast after it was wrapped; wrap it again")
         if torch.is_grad_enabled():
-            self.is_held_back = self._is_wrapped and not self.inner.require_backward_grad_sync
+            self.is_held_back = any(not one.require_backward_grad_sync for one in self.inner)
             self.was_averaged = False
-        return self.inner(*args, **kwargs)
+        return (self.inner or [self.module])[0](*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
         """Check that gradients were averaged, as they are when backward ends.
@@ -108,7 +98,7 @@ class TorchDDP(Wrapper):
         Raises:
             RuntimeError: they were not, or some of them.
         """
-        if not self._is_wrapped:
+        if not self.inner:
             return
         self.check_parameters()
         if self.is_held_back:
@@ -116,8 +106,8 @@ class TorchDDP(Wrapper):
                 "the last backward pass ran in no_sync(), and torch_ddp averages gradients in "
                 "backward only; run the last one outside of it"
             )
-        named = self.structure.parameters()
-        trained = [(name, param) for *_, name, param in named if param.requires_grad]
+        named = self.structure.named.items()
+        trained = [(name, param) for name, param in named if param.requires_grad]
         missed = [name for name, param in trained if param.grad is None]
         if missed and len(missed) < len(trained):
             raise RuntimeError(
@@ -127,4 +117,4 @@ class TorchDDP(Wrapper):
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, forward and backward passes only add up gradients on this rank."""
-        return self.inner.no_sync() if self._is_wrapped else contextlib.nullcontext()
+        return self.inner[0].no_sync() if self.inner else contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch.distributed as dist
@@ -17,33 +18,28 @@ class Structure:
     """The parts and parameters of a module, to check quickly in each step for changes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parts = dict(module.named_modules())
-        self.held = [
-            (found, key, value)
-            for part in self.parts.values()
-            for found in (part._parameters, part._modules)
-            for key, value in found.items()
-        ]
+        self.module = module
+        self.named = dict(module.named_parameters(remove_duplicate=False))
+        self.tables = [t for part in module.modules() for t in (part._parameters, part._modules)]
+        self.held = self._found()
 
-    def is_unchanged(self) -> bool:
-        """Whether no part and no parameter was added, removed or replaced."""
-        count = 0
-        for part in self.parts.values():
-            count += len(part._parameters) + len(part._modules)
-        for found, key, value in self.held:
-            if found.get(key) is not value:
-                return False
-        return count == len(self.held)
+    def _found(self) -> list[Any]:
+        return [value for table in self.tables for value in table.values()]
 
-    def parameters(self) -> list[tuple[nn.Module, str, str, Tensor]]:
-        """Part, its name for the parameter, name in the module, and parameter, as noted."""
-        owners = {id(part._parameters): (part, name) for name, part in self.parts.items()}
-        known = []
-        for found, key, value in self.held:
-            if isinstance(value, Tensor):
-                part, name = owners[id(found)]
-                known.append((part, key, f"{name}.{key}".lstrip("."), value))
-        return known
+    def check(self) -> None:
+        """Raise a `RuntimeError` if a parameter was replaced, or a trained one added."""
+        found = self._found()
+        if len(found) == len(self.held) and all(map(operator.is_, found, self.held)):
+            return
+        # something changed: a parameter, or only parts without one
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            is_known = name in self.named
+            if param is not self.named.get(name) and (is_known or param.requires_grad):
+                raise RuntimeError(
+                    f"parameter {name} was {'replaced' if is_known else 'added'} after the module "
+                    "was wrapped, for example by load_state_dict(assign=True); wrap the whole "
+                    "module again"
+                )
 
 
 class Wrapper(nn.Module):
@@ -55,30 +51,17 @@ class Wrapper(nn.Module):
     def note_parameters(self) -> None:
         """Note the module's parameters and where they are, for `check_parameters`."""
         self.structure = Structure(inner_module(self.module))
-        self.frozen = [param for param in self.module.parameters() if not param.requires_grad]
+        named = self.structure.named
+        self.frozen = {name: param for name, param in named.items() if not param.requires_grad}
 
     def check_parameters(self) -> None:
         """Raise a `RuntimeError` if a parameter was added, replaced or unfrozen since wrapping."""
-        # quick, in each step
-        are_frozen = not any(param.requires_grad for param in self.frozen)
-        if are_frozen and self.structure.is_unchanged():
-            return
-        # something changed: a parameter, or only parts without one
-        known = self.structure.parameters()
-        for part, key, name, param in known:
-            if part._parameters.get(key) is not param:
+        self.structure.check()
+        for name, param in self.frozen.items():
+            if param.requires_grad:
                 raise RuntimeError(
-                    f"parameter {name} was replaced after the module was wrapped, for example by "
-                    "load_state_dict(assign=True); wrap the module again"
-                )
-        frozen = {id(param) for param in self.frozen}
-        trained = {id(param) for *_, param in known} - frozen
-        for name, param in inner_module(self.module).named_parameters():
-            if param.requires_grad and id(param) not in trained:
-                what = "frozen when" if id(param) in frozen else "added after"
-                raise RuntimeError(
-                    f"parameter {name} was {what} the module was wrapped and is trained now; wrap "
-                    "the module again"
+                    f"parameter {name} was frozen when the module was wrapped and is trained now; "
+                    "wrap the module again"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.process_group import is_sharded
 from lib.fsdp.flat_parameters import FlatParameters, Places
+from lib.optimizer.schedule import group_by
 
 # Modules that are gathered together: one, or several that run one after another.
 BlockOf = nn.Module | Sequence[nn.Module]
@@ -55,18 +55,6 @@ def _blocks_of(module: nn.Module) -> list[nn.Module]:
     return [module] if _has_matrix(module) else default_blocks(module)
 
 
-def as_list(block: BlockOf) -> list[nn.Module]:
-    """The modules of a block."""
-    return [block] if isinstance(block, nn.Module) else listed("blocks", block)
-
-
-def listed(argument: str, given: Any) -> list[Any]:
-    """The elements of an argument that is iterable, which a single layer is not."""
-    is_iterable = isinstance(given, Iterable)
-    require(is_iterable, f"{argument} must be a list of modules, got {type(given).__name__}")
-    return list(given)
-
-
 def make_blocks(
     module: nn.Module,
     chosen: list[list[nn.Module]],
@@ -76,13 +64,20 @@ def make_blocks(
 ) -> tuple[list[Block], dict[str, nn.Parameter]]:
     """Divide the parameters: blocks, the last for what is outside of all others; and the rest."""
     named, places = dict(module.named_parameters()), _places_of(module)
+    name_of = {id(param): name for name, param in named.items()}
     keeps_dtype = {id(param) for part in full_precision for param in part.parameters()}
+
+    def kind_of(param: Tensor) -> tuple[Any, ...]:
+        return id(param) in keeps_dtype, param.dtype, param.device, param.requires_grad
+
+    # in a block, those that share a buffer: of one dtype, trained or frozen, gathered in one dtype
     blocks = []
     for index, (modules, names) in enumerate(zip([*chosen, []], divide(module, chosen))):
         flats = []
-        for members in _group_alike({name: named.pop(name) for name in names}, keeps_dtype):
-            at = [places[id(param)] for param in members.values()]
-            keeps = id(next(iter(members.values()))) in keeps_dtype
+        params: list[Any] = [named.pop(name) for name in names]
+        for (keeps, *_), alike in group_by(params, kind_of):
+            members: dict[str, Any] = {name_of[id(param)]: param for param in alike}
+            at = [places[id(param)] for param in alike]
             flats.append(FlatParameters(members, at, group, None if keeps else compute_dtype))
         blocks.append(Block(modules, flats, index))
     return blocks, named
@@ -127,17 +122,6 @@ def _places_of(module: nn.Module) -> dict[int, Places]:
     return places
 
 
-def _group_alike(
-    named: dict[str, nn.Parameter], keeps_dtype: set[int]
-) -> list[dict[str, nn.Parameter]]:
-    """Parameters that share a buffer: of one dtype, trained or frozen, gathered in one dtype."""
-    groups: dict[Any, dict[str, nn.Parameter]] = {}
-    for name, param in named.items():
-        kind = (param.dtype, param.device, param.requires_grad, id(param) in keeps_dtype)
-        groups.setdefault(kind, {})[name] = param
-    return list(groups.values())
-
-
 def checked_facts(
     module: nn.Module,
     blocks: list[list[nn.Module]],
@@ -165,44 +149,26 @@ def checked_facts(
             f"blocks must not overlap, got a {type(part).__name__} that is in two of them",
         )
     for name, param in module.named_parameters():
-        _check_parameter(name, param)
+        has_hooks = bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+        require(
+            not has_hooks,
+            f"{name} must have no gradient hook, which would see no gradient, such as that of "
+            "another wrapper; wrap the module itself",
+        )
+        require(param.grad is None, f"{name} must have no gradient before it is divided")
     facts = {name: str(value) for name, value in options.items()}
     names = divide(module, blocks)
     return facts | {f"block {i}": ", ".join(block) for i, block in enumerate(names)}
-
-
-def _check_parameter(name: str, param: nn.Parameter) -> None:
-    require(
-        not is_sharded(param),
-        f"module must hold whole parameters, but {name} is divided among the ranks already; wrap "
-        "the whole module once, and name its parts in blocks=",
-    )
-    require(
-        not nn.parameter.is_lazy(param),
-        f"{name} must have a shape, but is lazy; run a forward pass before wrapping",
-    )
-    has_hooks = bool(param._backward_hooks or param._post_accumulate_grad_hooks)
-    require(
-        not has_hooks,
-        f"{name} must have no gradient hook, which would see no gradient, such as that of another "
-        "wrapper; wrap the module itself",
-    )
-    require(param.grad is None, f"{name} must have no gradient before it is divided")
 
 
 # A module's output
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in lists, dicts, dataclasses, and what else PyTorch can take apart."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for item in value.values() for tensor in tensors_in(item))
-    elif isinstance(value, (list, tuple, set)):
-        yield from (tensor for item in value for tensor in tensors_in(item))
-    elif dataclasses.is_dataclass(value):
-        fields = (getattr(value, field.name, None) for field in dataclasses.fields(value))
-        yield from (tensor for item in fields for tensor in tensors_in(item))
-    elif type(value) in torch.utils._pytree.SUPPORTED_NODES:
-        yield from tensors_in(torch.utils._pytree.tree_leaves(value))
+    """Tensors in dataclasses, and in lists, dicts and what else PyTorch can take apart."""
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name, None))

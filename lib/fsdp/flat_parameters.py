@@ -34,7 +34,6 @@ from lib.ddp.process_group import (
     all_gather,
     mark_sharded,
     rank,
-    reduce_scatter,
     world_size,
 )
 
@@ -163,16 +162,6 @@ class FlatParameters(Bucket):
                 for placeholder, is_trained in zip(self.placeholders, trains):
                     placeholder.requires_grad_(is_trained)
 
-    def check_places(self) -> None:
-        """Raise a `RuntimeError` if a shard was replaced in the module."""
-        for shard, places in zip(self.shards, self.places):
-            for module, name in places:
-                if module._parameters.get(name) is not shard:
-                    raise RuntimeError(
-                        f"{name} of a {type(module).__name__} was replaced after FSDP had divided "
-                        "it; change it by load_state_dict(), or make a new FSDP of a whole module"
-                    )
-
     def _follow_data(self) -> None:
         kinds = {(shard.dtype, shard.device) for shard in self.shards}
         if len(kinds) > 1:
@@ -211,9 +200,7 @@ class FlatParameters(Bucket):
             self.buffer.copy_(sent)
             return
         with annotate("all-gather"):
-            work = all_gather(self.buffer, sent, group=self.group, async_op=True)
-        # what is sent lives until it has arrived
-        self.gathering = work, sent
+            self.start_all_gather(self.buffer, sent, self.group)
 
     def show(self) -> None:
         """Let the model read the gathered parameters, whose gradients the placeholders get."""
@@ -288,17 +275,14 @@ class FlatParameters(Bucket):
             if self.added is not None:
                 self._show_unsent(self.added)
             return
-        # reduce-scatter; what is sent lives until it has arrived
+        # this rank gets the mean of its slice
         flat: Any
         flat, self.added = self.added, None  # (ranks · slice_length,)
-        mean = self.mean = flat.new_empty(self.slice_length)
-        self.sent, self.means = [flat], [mean]
         if self.ranks == 1:
-            mean.copy_(flat)
+            self.mean = flat
             return
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
         with annotate("reduce-scatter"):
-            self.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
+            self.mean = self.start_reduce_scatter(flat, self.group, self.averages)
 
     def _show_unsent(self, added: Tensor) -> None:
         """Set the shards' `.grad` to this rank's own gradient, so that clearing it is noticed."""

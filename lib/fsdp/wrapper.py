@@ -48,25 +48,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lib.core.settings import require
 from lib.ddp.flat import GradientSync, has_average, not_finished
-from lib.ddp.process_group import broadcast_module, world_size
-from lib.ddp.wrapper_base import Structure
+from lib.ddp.process_group import broadcast_module, rank, world_size
+from lib.ddp.wrapper_base import Structure, Wrapper, inner_module
 from lib.fsdp.blocks import (
     Block,
     BlockOf,
-    as_list,
     checked_facts,
     default_blocks,
-    listed,
     make_blocks,
     tensors_in,
 )
 from lib.fsdp.flat_parameters import VERSION, FlatParameters
-from lib.fsdp.whole_state import WholeState
 from lib.optimizer.schedule import clip_coefficient, grad_norm, group_by
 
 
-class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
+class FSDP(GradientSync, Wrapper):
     """A module whose matrices are divided among the ranks of a group.
 
     Args:
@@ -100,17 +98,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
         self.prefetches = prefetch
+        given = default_blocks(module) if blocks is None else blocks
+        chosen = [[part] if isinstance(part, nn.Module) else list(part) for part in given]
+        kept = list(full_precision)
         options = {"compute_dtype": compute_dtype, "prefetch": prefetch}
-        chosen: list[list[nn.Module]] = []
-        kept: list[nn.Module] = []
-
-        def checked() -> dict[str, str]:
-            given = default_blocks(module) if blocks is None else listed("blocks", blocks)
-            chosen.extend(map(as_list, given))
-            kept.extend(listed("full_precision", full_precision))
-            return checked_facts(module, chosen, kept, options)
-
-        broadcast_module(module, group, checked)
+        broadcast_module(module, group, lambda: checked_facts(module, chosen, kept, options))
 
         # divide the parameters; the last block holds what is outside of all others
         self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)
@@ -143,7 +135,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         # how tensors were saved for backward before this pass
         self.saving: Any = None
         module.register_forward_pre_hook(functools.partial(self.before_forward, self))
-        module.register_state_dict_pre_hook(self._check_saving)
+        # state dicts hold whole parameters; PyTorch sets an attribute of the second hook
+        inner = inner_module(module)
+        inner.register_state_dict_pre_hook(lambda *args: self.follow_shards())
+        inner.register_state_dict_post_hook(functools.partial(self._put_whole))
+        inner.register_load_state_dict_pre_hook(self._take_parts)
         for block in self.blocks:
             for part in block.modules:
                 part.register_forward_pre_hook(self.before_forward)
@@ -156,7 +152,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
         Raises:
             RuntimeError: the gradients of the last backward pass were not synchronized; a parameter
-                was added; or see `FlatParameters.follow_shards`.
+                was added or replaced; or see `FlatParameters.follow_shards`.
         """
         return self.run(self.module, *args, **kwargs)
 
@@ -307,39 +303,16 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             flat.add_mean()
         self.reducing = []
 
-    @torch.compiler.disable
-    def _check_saving(self, *args: Any) -> None:
-        """Refuse `state_dict` of the module itself, which holds shards."""
-        if not self.is_saving:
-            raise RuntimeError(
-                "state_dict must be that of the FSDP, not of the module inside, which holds this "
-                "rank's shards alone; all ranks call it"
-            )
-
     # Passes
 
     def follow_shards(self) -> None:
         """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
         self.settle()
-        if not self.structure.is_unchanged():
-            self._check_parameters()
+        self.structure.check()
         # what a pass without backward left
         self.drop()
         for flat in self.flats:
             flat.follow_shards()
-
-    def _check_parameters(self) -> None:
-        """Raise a `RuntimeError` if a shard was replaced, or a trained parameter was added."""
-        for flat in self.flats:
-            flat.check_places()
-        known = {id(shard) for flat in self.flats for shard in flat.shards}
-        known |= {id(param) for param in self.vectors.values()}
-        for name, param in self.module.named_parameters():
-            if param.requires_grad and id(param) not in known:
-                raise RuntimeError(
-                    f"{name} was added or replaced after FSDP had divided the module, and its "
-                    "gradient would not be averaged; make a new FSDP of a whole module"
-                )
 
     def _end_pass(self, drops: bool = True) -> None:
         """Put the shards back into the model; drop what is gathered, unless backward needs it."""
@@ -504,6 +477,59 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if param.grad is not None:
                 param.grad.mul_(coefficient)
         return norm
+
+    # State, with whole parameters; all ranks call these methods and `state_dict`
+
+    def full_parameters(self, *, on_first_only: bool = False) -> dict[str, Tensor]:
+        """Copies of the whole parameters by the module's names, in their own dtype.
+
+        Args:
+            on_first_only: gather block by block onto rank 0's CPU; other ranks get none.
+        """
+        self.follow_shards()
+        whole: dict[str, Tensor] = {}
+        for flat in self.flats:
+            tensors = flat.copies()
+            if on_first_only:
+                tensors = [t.cpu() for t in tensors] if rank(self.group) == 0 else []
+            whole |= zip(flat.names, tensors)
+        if not on_first_only:
+            whole |= {name: param.detach().clone() for name, param in self.vectors.items()}
+        elif rank(self.group) == 0:
+            whole |= {name: p.detach().to("cpu", copy=True) for name, p in self.vectors.items()}
+        return {name: whole[name] for name, _ in self.module.named_parameters() if name in whole}
+
+    def _put_whole(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Replace the shards in the module's state dict by whole parameters, on all ranks."""
+        full = self.full_parameters()
+        by_id = {id(param): full[name] for name, param in self.module.named_parameters()}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if f"{prefix}{name}" in state:
+                state[f"{prefix}{name}"] = by_id[id(param)]
+
+    def _take_parts(self, module: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Replace whole parameters in a state dict that is loaded by this rank's parts.
+
+        Raises:
+            ValueError: one has another shape.
+        """
+        self.follow_shards()
+        place_of = {id(s): (flat, i) for flat in self.flats for i, s in enumerate(flat.shards)}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            value = state.get(f"{prefix}{name}")
+            if id(param) in place_of and isinstance(value, Tensor):
+                flat, index = place_of[id(param)]
+                shape, part = tuple(flat.shapes[index]), flat.own[index]
+                found = tuple(value.shape)
+                require(found == shape, f"{name} must have shape {shape}, got {found}")
+                state[f"{prefix}{name}"] = value.reshape(-1)[part.start : part.stop]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse `copy.deepcopy` and pickle with a TypeError."""
+        raise TypeError(
+            "an FSDP cannot be copied or pickled: each rank has a part of it, and a process group; "
+            "copy or save its state_dict(), which all ranks call, and load it into another one"
+        )
 
 
 # Tensors that autograd saves

@@ -200,13 +200,12 @@ def edited(function: Callable, *texts: str) -> Callable:
     return namespace[function.__name__]
 
 
-def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> Callable:
+def check(exercise: Exercise, attempt: Callable) -> Callable:
     """Print the verdict on `attempt`; return it if it is right, or else the solution.
 
-    So a notebook goes on with the reader's own function as soon as it works. `seed` repeats the
-    inputs of another check.
+    So a notebook goes on with the reader's own function as soon as it works.
     """
-    text = verdict(exercise, attempt, seed=seed)
+    text = verdict(exercise, attempt)
     if exercise.processes and result_of(text) == "passed":
         text = on_processes(exercise, attempt, text, draw_inputs(exercise, 0)[-1])
     report(text, name_of(attempt), exercise.tier)
@@ -267,7 +266,7 @@ def name_of(attempt: Any) -> str:
 
 
 def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> str:
-    """Return what `check` prints."""
+    """Return what `check` prints; `seed` repeats the inputs of another verdict."""
     seconds = exercise.seconds or TIME_LIMIT
     for arguments in (inputs := draw_inputs(exercise, seed)):
         try:
@@ -296,22 +295,14 @@ def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
     name = name_of(attempt)
     if exercise.show:
         return f"{name}, with {exercise.show(*arguments)}"
-    names, inner = _parameters(exercise.solve), _parameters(inspect.unwrap(exercise.solve))
-    if exercise.harness:
-        names = _parameters(exercise.harness)[1:]
-    if len(names) == len(arguments) and (names != inner or exercise.ranks):
-        given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
-        return f"{name}, run with {given}"
+    if exercise.harness or exercise.ranks:
+        parameters = [*inspect.signature(exercise.harness or exercise.solve).parameters]
+        names = parameters[bool(exercise.harness) :]
+        # that of a kernel takes any number
+        if len(names) == len(arguments):
+            given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
+            return f"{name}, run with {given}"
     return f"{name}({', '.join(map(shown, arguments))})"
-
-
-def _parameters(function: Callable) -> list[str]:
-    """The names of the arguments of a function itself, whatever it wraps."""
-    try:
-        return [*inspect.signature(function, follow_wrapped=False).parameters]
-    except (TypeError, ValueError):
-        # one of Python's own
-        return []
 
 
 def _described(exercise: Exercise, result: Any, expected: Any) -> str:

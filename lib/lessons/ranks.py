@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lib.ddp.launcher import WorkerError, launch
+from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
     all_gather,
     global_rank,
@@ -28,12 +28,6 @@ from lib.ddp.process_group import (
     world_size,
 )
 from lib.lessons.sending import function_of, parcel_of
-
-# What is said of a function that is right on threads, but fails on processes.
-PROCESSES_GET = (
-    "The processes get this function, and what it uses of the notebook, as it is now; what they "
-    "change there, other processes do not see."
-)
 
 
 class Board:
@@ -109,6 +103,8 @@ class Threads:
         self.number, self.count, self.board = number, board.count, board
         self.calls = {"all-gathers": 0, "reduce-scatters": 0, "all-reduces": 0}
         self.elements_sent = 0
+        # of all ranks together, in all-gathers and reduce-scatters
+        self.elements_exchanged = 0
         self.collectives = 0
         # times that it waited for all others in a collective
         self.waits = 0
@@ -166,6 +162,7 @@ class Threads:
         """The parts of all ranks behind one another, (count · n,) of (n,)."""
         self.calls["all-gathers"] += 1
         self.gathered.append(torch.cat(self._exchange("all_gather", part)))
+        self.elements_exchanged += self.gathered[-1].numel()
         return self.gathered[-1]
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
@@ -181,6 +178,7 @@ class Threads:
                 f"elements; pad to a multiple of {self.count}"
             )
         self.calls["reduce-scatters"] += 1
+        self.elements_exchanged += whole.numel()
         total = sum(self._exchange("reduce_scatter", whole))
         return total.chunk(self.count)[self.number].clone()  # type: ignore[union-attr]
 
@@ -329,7 +327,7 @@ class Processes:
         # what threads count, for the harnesses that ask for it
         self.calls: dict[str, int] = {}
         self.messages: dict[tuple[str, int], int] = {}
-        self.elements_sent = self.waits = 0
+        self.elements_sent = self.elements_exchanged = self.waits = 0
         # messages on their way, and their tensors
         self.sent: list[Any] = []
 
@@ -389,44 +387,6 @@ def whole_numbers(generator: random.Random, *shape: int) -> Tensor:
     """Random whole numbers, whose sums over ranks are exact in any order."""
     values = [float(generator.randint(-4, 4)) for _ in range(math.prod(shape))]
     return torch.tensor(values).view(shape)
-
-
-# An attempt that is right on threads, on processes
-
-
-# From what the ranks return, whether that is right, and a phrase about it.
-Judge = Callable[[list[Any]], tuple[bool, str]]
-
-
-def tried_on_processes(
-    text: str,
-    attempt: Callable,
-    job: Callable,
-    count: int,
-    *arguments: Any,
-    judge: Judge,
-    backend: str = "gloo",
-    options: Any = None,
-) -> str:
-    """Run `job(parcel, *arguments)` on processes; return the verdict `text` with the result.
-
-    Args:
-        text: the verdict on `attempt`, which is right so far.
-        job: makes the function with `function_of(parcel)`.
-        judge: decides whether what the ranks return is right.
-        backend, options: of `launch`.
-    """
-    wrong = text.replace("right: ", "not yet: ", 1)
-    try:
-        arguments = (parcel_of(attempt), *arguments)
-        # threads have not shown a deadlock, so a minute is for a slow machine
-        found = launch(job, count, *arguments, backend=backend, options=options, timeout=60)
-    except TypeError as error:
-        return f"{wrong}; for processes, {error}"
-    except WorkerError as error:
-        return f"{wrong}; on processes {str(error).splitlines()[0]}\n  {PROCESSES_GET}"
-    is_right, result = judge(found)
-    return f"{text}\n  {result}" if is_right else f"{wrong}; {result}"
 
 
 def run_job(parcel: bytes) -> Any:

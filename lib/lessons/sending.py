@@ -6,9 +6,7 @@ helpers, classes, constants and imports.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +18,14 @@ def parcel_of(function: Callable) -> bytes:
     Raises:
         TypeError: it, or a value that it uses, can't be sent.
     """
+    import cloudpickle
+
     try:
-        return _packed(function)
+        return cloudpickle.dumps(function)
     except Exception as error:
         for name, value in _used_by(inspect.unwrap(function)).items():
             try:
-                _packed(value)
+                cloudpickle.dumps(value)
             except Exception as reason:
                 raise TypeError(f"`{name}` can't be sent: {_words(reason)}") from error
         raise TypeError(f"it can't be sent: {_words(error)}") from error
@@ -34,25 +34,6 @@ def parcel_of(function: Callable) -> bytes:
 def function_of(parcel: bytes) -> Callable:
     """The function that `parcel_of` packed."""
     return pickle.loads(parcel)
-
-
-def _packed(value: Any) -> bytes:
-    import cloudpickle
-
-    class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            # else by name, which processes do not find in their own `__main__`
-            if isinstance(value, functools._lru_cache_wrapper):
-                return _cached, (value.__wrapped__, value.cache_parameters())
-            return super().reducer_override(value)
-
-    packed = io.BytesIO()
-    Pickler(packed).dump(value)
-    return packed.getvalue()
-
-
-def _cached(function: Callable, parameters: dict[str, Any]) -> Callable:
-    return functools.lru_cache(**parameters)(function)
 
 
 def _used_by(function: Any) -> dict[str, Any]:

@@ -28,13 +28,15 @@ import datetime
 import functools
 import math
 import os
+import pickle
 import queue
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +53,6 @@ from lib.model.costs import flops_per_token, num_parameters
 from lib.profiling.collectives import Link, predicted_ms
 
 BACKEND = "simulated"
-# Calls that a rank may be ahead of the slowest one.
-SLOTS = 256
 # Seconds between two looks at what other ranks have called.
 PAUSE = 1e-4
 
@@ -222,46 +222,25 @@ class VirtualClock:
         self.time = max(self.time, end)
 
 
-# Memory that ranks share
+# Calls
 
-# A call of a rank: its number from 1, its time, where the data are, and a description.
-CALL = np.dtype(
-    [("number", "i8"), ("time", "f8"), ("buffer", "i8"), ("size", "i8"), ("what", "S96")]
-)
+
+class Call(NamedTuple):
+    """A rank's part in a transfer, which the other ranks read from its file."""
+
+    time: float
+    """When it came, by the network's clock."""
+
+    what: str
+    data: np.ndarray
+    """Bytes."""
+
+    read: int
+    """The last call that this rank had read the data of."""
+
+
 # Takes the tensors of all ranks, computes, and returns what writes the result where it belongs.
 Receive = Callable[[list[Tensor]], Callable[[], Any]]
-
-
-class Outbox:
-    """Buffers that this rank fills and others read; used again once all have read them."""
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        # bytes of each buffer, and the last call that used it
-        self.buffers: list[Tensor] = []
-        self.last_call: list[int] = []
-
-    def put(self, data: Tensor, call: int, read: int) -> int:
-        """Copy `data` (bytes) for call `call` into a buffer; all have read calls up to `read`."""
-        for number, buffer in enumerate(self.buffers):
-            if self.last_call[number] <= read and len(buffer) == _capacity(len(data)):
-                break
-        else:
-            number = len(self.buffers)
-            self.buffers.append(map_buffer(f"{self.prefix}{number}", len(data)))
-            self.last_call.append(0)
-        self.last_call[number] = call
-        self.buffers[number][: len(data)].copy_(data)
-        return number
-
-
-def map_buffer(path: str, num_bytes: int) -> Tensor:
-    """Return the buffer at `path` for a message of this many bytes; the first rank makes it."""
-    return torch.from_file(path, shared=True, size=_capacity(num_bytes), dtype=torch.uint8)
-
-
-def _capacity(num_bytes: int) -> int:
-    return max(4096, 1 << (max(1, num_bytes) - 1).bit_length())
 
 
 class Channel:
@@ -282,16 +261,10 @@ class Channel:
         seconds: Callable[[str, int], float],
     ) -> None:
         self.group, self.ranks, self.own, self.seconds = group, list(ranks), own, seconds
-        path = f"{group.folder}/{name}"
-        size = len(ranks) * (SLOTS * CALL.itemsize + 8)
-        table = torch.from_file(f"{path}-table", shared=True, size=size, dtype=torch.uint8).numpy()
-        split = len(ranks) * SLOTS * CALL.itemsize
-        self.calls = table[:split].view(CALL).reshape(len(ranks), SLOTS)
-        # the last call whose data each rank has read
-        self.read = table[split:].view(np.int64)
-        self.path, self.outbox = path, Outbox(f"{path}-{own}-")
-        self.opened: dict[tuple[int, int], Tensor] = {}
+        self.path = f"{group.folder}/{name}"
         self.count, self.free = 0, -math.inf
+        # the last call that this rank has read, and its own last one that all have read
+        self.read = self.removed = 0
         self.failure: Exception | None = None
         self.pending: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name=f"network {name}").start()
@@ -301,20 +274,21 @@ class Channel:
     ) -> PendingWork:
         """Send a tensor to the channel's ranks; `receive` gets the bytes of all, in order."""
         self.count += 1
-        while self.count - int(self.read.min()) >= SLOTS and self.failure is None:
-            time.sleep(PAUSE)
-        data = sent.detach().contiguous().view(-1).view(torch.uint8)
-        buffer = self.outbox.put(data, self.count, int(self.read.min()))
-        called, late = self.group.clock.now(), self.group.delay()
+        data = sent.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        called = self.group.clock.now()
         if not self.group.is_lost(self.count):
-            slot = self.calls[self.own, self.count % SLOTS]
-            slot["time"], slot["what"] = called + late, what.encode()
-            slot["buffer"], slot["size"] = buffer, len(data)
-            # last, since others read the rest when they see it
-            slot["number"] = self.count
+            call = Call(called + self.group.delay(), what, data, self.read)
+            path = self._file(self.count, self.own)
+            with open(f"{path}.part", "wb") as file:
+                pickle.dump(tuple(call), file, protocol=5)
+            # others see it once it is complete
+            os.replace(f"{path}.part", path)
         work = PendingWork(self.group.clock, result)
         self.pending.put((work, self.count, what, called, (kind, num_bytes, receive)))
         return work
+
+    def _file(self, number: int, index: int) -> str:
+        return f"{self.path} {number} of {index}"
 
     def _run(self) -> None:
         while True:
@@ -337,16 +311,15 @@ class Channel:
         if self.failure is not None:
             raise self.failure
         calls = self._calls_of_all(number, what)
-        start = max(self.free, *(float(call["time"]) for call in calls))
+        start = max(self.free, *(call.time for call in calls))
         self.free = start + self.seconds(kind, num_bytes)
-        hand_over = receive([self._open(index, call) for index, call in enumerate(calls)])
+        hand_over = receive([torch.from_numpy(call.data) for call in calls])
         self.group.clock.sleep_until(self.free)
         hand_over()
-        self.read[self.own] = number
         self.group.transfers.append(Transfer(kind, num_bytes, called, start, self.free))
         return self.free
 
-    def _calls_of_all(self, number: int, what: str) -> list[np.void]:
+    def _calls_of_all(self, number: int, what: str) -> list[Call]:
         """Return what each rank called as its call `number`.
 
         Raises:
@@ -355,31 +328,27 @@ class Channel:
         """
         # a lost rank hears nothing, and leaves it to the others to say so
         patience = self.group.timeout * (2 if self.group.is_lost(number) else 1)
-        slots, deadline = self.calls[:, number % SLOTS], time.monotonic() + patience
-        while not (slots["number"] == number).all():
+        files = {rank: self._file(number, index) for index, rank in enumerate(self.ranks)}
+        deadline = time.monotonic() + patience
+        while absent := [rank for rank, file in files.items() if not os.path.exists(file)]:
             if time.monotonic() > deadline:
-                absent = [self.ranks[i] for i in np.flatnonzero(slots["number"] != number)]
                 raise TimeoutError(
                     f"rank {', '.join(map(str, absent))} did not call {what} within "
                     f"{self.group.timeout:g} s"
                 )
             time.sleep(PAUSE)
-        for index, call in enumerate(slots):
-            if call["what"] != slots[self.own]["what"]:
+        calls = [Call(*pickle.loads(Path(file).read_bytes())) for file in files.values()]
+        self.read = number
+        for rank, call in zip(self.ranks, calls):
+            if call.what != what:
                 raise RuntimeError(
                     f"all ranks must make the same calls in the same order, but as call {number} "
-                    f"rank {self.ranks[self.own]} made {what} and rank {self.ranks[index]} "
-                    f"{call['what'].decode()}"
+                    f"rank {self.ranks[self.own]} made {what} and rank {rank} {call.what}"
                 )
-        return list(slots)
-
-    def _open(self, index: int, call: np.void) -> Tensor:
-        """The bytes that rank `index` sent in a call."""
-        number, size = int(call["buffer"]), int(call["size"])
-        key = (index, number)
-        if key not in self.opened:
-            self.opened[key] = map_buffer(f"{self.path}-{index}-{number}", size)
-        return self.opened[key][:size]
+        while self.removed < min(call.read for call in calls):
+            self.removed += 1
+            os.unlink(self._file(self.removed, self.own))
+        return calls
 
 
 class PendingWork(dist.Work):
@@ -422,9 +391,7 @@ class PendingWork(dist.Work):
 REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: Tensor.add_,
     dist.ReduceOp.AVG: Tensor.add_,
-    dist.ReduceOp.PRODUCT: Tensor.mul_,
     dist.ReduceOp.MAX: lambda a, b: a.copy_(torch.maximum(a, b)),
-    dist.ReduceOp.MIN: lambda a, b: a.copy_(torch.minimum(a, b)),
 }
 
 

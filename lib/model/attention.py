@@ -51,7 +51,7 @@ def attention(
         scale: more than 0; default 1 / sqrt(head_dim).
 
     Returns:
-        (batch, heads, queries, head_dim), in the dtype of `v`; zeros where there are no keys.
+        (batch, heads, queries, head_dim), in the dtype of `v`.
 
     Raises:
         ValueError: `kernel` is unknown or does not run on this device, both `is_causal` and `mask`
@@ -61,9 +61,6 @@ def attention(
     scale = _check(q, k, v, is_causal, mask, scale)
     if mask is not None and mask.ndim < 2:
         mask = mask.expand(q.shape[-2], k.shape[-2])
-    if not q.shape[1] and kernel in ("sdpa", "auto"):
-        # without heads, PyTorch's kernel ends the process on some versions (2.11)
-        kernel = "vectorized_torch"
     return attend(q, k, v, kernel=kernel, is_causal=is_causal, mask=mask, scale=scale)
 
 
@@ -156,9 +153,7 @@ def scaled_dot_product_attention(
         scores = (q @ k.transpose(-2, -1)) * scale  # (..., queries, keys)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-    if not k.shape[-2]:
-        # a softmax over no keys has no maximum; an empty sum is 0
-        return scores.to(v.dtype) @ v
+
     with annotate("softmax"):
         weights = softmax(scores, dim=-1).to(v.dtype)  # (..., queries, keys)
     with annotate("value product"):
@@ -172,9 +167,6 @@ def head_by_head_attention(
 
     q, k and v are (batch, heads, tokens, head_dim).
     """
-    # nothing to stack
-    if not q.numel():
-        return scaled_dot_product_attention(q, k, v, mask, scale)
     if mask is not None:
         mask = mask.expand(*q.shape[:2], q.shape[-2], k.shape[-2])
 
@@ -256,29 +248,19 @@ class KVCache:
             which of them each new token sees, (new, length + new) bool.
 
         Raises:
-            ValueError: k has another batch size than the cache, or without autocast another dtype,
-                or is of another model, or does not fit behind its tokens; or v is not like k.
+            ValueError: the cache has no room for k and v, or is of another batch size or model.
         """
-        # what does not fit would be written in part, or broadcast
-        layers, batch_size, heads, _, head_dim = self.keys.shape
+        # what does not fit would be broadcast; keys of another dtype could not meet the queries
         end = self.length + k.shape[-2]
-        if len(k) != batch_size:
-            raise ValueError(f"k must have the cache's batch size {batch_size}, got {len(k)}")
-        if layer >= layers or (k.shape[1], k.shape[-1]) != (heads, head_dim):
-            raise ValueError(
-                f"the cache must be of the same model, got one of {layers} layers and {heads} "
-                f"heads of {head_dim} for layer {layer} of {k.shape[1]} heads of {k.shape[-1]}"
-            )
-        if v.shape != k.shape or v.dtype != k.dtype:
-            expected, found = (f"{tuple(x.shape)} {x.dtype}" for x in (k, v))
-            raise ValueError(f"v must have the shape and dtype of k, {expected}, got {found}")
-        # rounded to the cache's dtype, they could not be multiplied with the queries
-        if k.dtype != self.keys.dtype and not torch.is_autocast_enabled(k.device.type):
-            raise ValueError(f"cache must have the dtype of keys {k.dtype}, got {self.keys.dtype}")
-        self._check_length(end)
+        place = self.keys[layer, :, :, self.length : end]
+        casts = torch.is_autocast_enabled(k.device.type)
+        for name, part in (("k", k), ("v", v)):
+            if part.shape != place.shape or (part.dtype != place.dtype and not casts):
+                expected, found = (f"{tuple(x.shape)} {x.dtype}" for x in (place, part))
+                raise ValueError(f"{name} must fit the cache, {expected}, got {found}")
 
         # write the new ones behind those of earlier tokens
-        self.keys[layer, :, :, self.length : end] = k
+        place.copy_(k)
         self.values[layer, :, :, self.length : end] = v
 
         # a new token sees all tokens up to its own
@@ -288,16 +270,8 @@ class KVCache:
 
     def advance(self, count: int) -> None:
         """Count `count` more tokens, which every layer has appended."""
-        self._check_length(self.length + count)
         self.length += count
 
-    def reset(self, length: int = 0) -> None:
-        """Forget all tokens but the first `length`."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"length must be from 0 to {self.length}, got {length}")
-        self.length = length
-
-    def _check_length(self, length: int) -> None:
-        capacity = self.keys.shape[-2]
-        if not 0 <= length <= capacity:
-            raise ValueError(f"the cache holds 0 to {capacity} tokens, got {length}")
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.length = 0

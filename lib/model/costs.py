@@ -6,6 +6,8 @@ Symbols: d = d_model, L = num_layers, V = vocab_size, T = context length, f = in
 feed-forward layer, N = batch_size · T tokens, e = bytes per element.
 """
 
+from typing import Any
+
 from lib.model.config import ModelConfig
 
 # The naive kernels keep all scores; the second also copies q, k and v for its batched matmuls.
@@ -87,16 +89,9 @@ def flops_by_part(config: ModelConfig, context_length: int | None = None) -> dic
 
 
 def activation_bytes(
-    config: ModelConfig,
-    batch_size: int,
-    context_length: int | None = None,
-    *,
-    element_bytes: int = 4,
-    autocast: bool = True,
-    cuda: bool = False,
+    config: ModelConfig, batch_size: int, context_length: int | None = None, **options: Any
 ) -> int:
     """Bytes kept for the backward pass: the sum of `activation_bytes_by_part`, same arguments."""
-    options: dict = {"element_bytes": element_bytes, "autocast": autocast, "cuda": cuda}
     return sum(activation_bytes_by_part(config, batch_size, context_length, **options).values())
 
 

@@ -17,26 +17,21 @@ from torch.autograd.function import once_differentiable
 
 from lib.core.hardware import runs_triton
 from lib.core.terminal import warn_once
+from lib.flash_attention.inputs import DTYPES
 
-# The kernels in Triton compute in float32.
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 log = logging.getLogger(__name__)
 
 
 def kernels_for(x: Tensor) -> Literal["triton", "cpu"] | None:
     """Which fast implementation runs on x; None: PyTorch's operators.
 
-    `triton`: on a CUDA GPU with Triton installed, in at most float32. `cpu`: on a CPU. None, too,
-    where `torch.func` transforms the call (vmap, grad), which PyTorch's operators alone support.
+    `triton`: on a CUDA GPU with Triton installed, in at most float32. `cpu`: on a CPU.
     """
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and torch._C._are_functorch_transforms_active():
-        return None
-    if not x.is_cuda or x.dtype not in KERNEL_DTYPES:
+    if not x.is_cuda or x.dtype not in DTYPES:
         return "cpu" if x.device.type == "cpu" else None
     if runs_triton(x.device):
         return "triton"
-    if not is_compiling:
+    if not torch.compiler.is_compiling():
         message = "Triton is not installed: norms, SwiGLU, RoPE and the loss run as PyTorch's own"
         warn_once(log, f"{message} operators, which are slower")
     return None

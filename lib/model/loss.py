@@ -87,13 +87,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: `targets` does not have one id per token, there are no tokens, `chunk_tokens`
             is below 1, or `z_loss` is negative or NaN.
-        NotImplementedError: under a transform of `torch.func`.
     """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "linear_cross_entropy supports no transforms of torch.func; take "
-            "cross_entropy(hidden @ weight.T, targets)"
-        )
     if not z_loss >= 0:
         raise ValueError(f"z_loss must be at least 0, got {z_loss}")
     if targets.shape != hidden.shape[:1] or not len(hidden):

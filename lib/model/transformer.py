@@ -10,7 +10,7 @@ residual sum and the norm after it are one Triton kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -428,29 +428,12 @@ class TransformerLM(nn.Module):
     @property
     def head(self) -> Embedding | Linear:
         """The module that holds the language-model head: the embedding where the two are tied."""
-        if self.lm_head is None:
-            return self.token_embeddings
-        if getattr(self.lm_head, "bias", None) is not None:
-            raise ValueError("lm_head must have no bias, which the loss would leave out, got one")
-        return self.lm_head
+        return self.token_embeddings if self.lm_head is None else self.lm_head
 
     @property
     def output_weight(self) -> Tensor:
         """The weight of the language-model head, (vocab_size, d_model)."""
         return self.head.weight
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load weights, as any module does; with `assign` a model on the meta device becomes real.
-
-        RoPE's angles, which are not saved, then follow the weights.
-        """
-        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        device = self.token_embeddings.weight.device
-        if self.rope is not None and self.rope.cos.device != device:
-            self.rope.to_empty(device=device)
-        return result
 
     def forward(self, token_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Return logits, (batch, length, vocab_size), for token ids (batch, length) int64.

@@ -5,7 +5,6 @@
 """
 
 import logging
-import numbers
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from inspect import unwrap
 from typing import Any
@@ -163,14 +162,6 @@ class AdamW(Optimizer):
         """Add parameters with hyperparameters of their own, as in `torch.optim.Optimizer`."""
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
-        different = len(set(params))
-        if different < len(params):
-            # one that is there twice would be updated twice, in Triton at the same time
-            self.param_groups.pop()
-            raise ValueError(
-                f"params must hold each parameter once, got {different} in a list of {len(params)}"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for `copy.deepcopy` and pickle; tables on the device are made again."""
@@ -236,14 +227,12 @@ class AdamW(Optimizer):
         graphs captured before become invalid.
 
         Raises:
-            ValueError: it is no optimizer's state, or the saved groups, names, shapes or options,
-                such as AMSGrad, do not fit; nothing has changed then.
+            ValueError: the saved groups, names, shapes or options, such as AMSGrad, do not fit;
+                nothing has changed then.
         """
-        is_state = isinstance(state_dict, dict) and {"state", "param_groups"} <= {*state_dict}
-        found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict)
-        require(is_state, f"state_dict must have state and param_groups, got {found}")
+        for group in state_dict["param_groups"]:
+            _check_group(group)
         own_lrs = [group["lr"] for group in self.param_groups]
-        _check_saved_groups(state_dict["param_groups"], own_lrs)
         params = [param for group in self.param_groups for param in group["params"]]
         saved_ids = [number for group in state_dict["param_groups"] for number in group["params"]]
         loaded = {
@@ -362,41 +351,18 @@ def _make_state(param: Tensor, state: dict[str, Tensor]) -> None:
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    """Reject hyperparameters that are missing or out of range."""
+    """Reject hyperparameters that are missing or out of range, and options of other algorithms."""
     missing = [name for name in HYPERPARAMETERS if name not in group]
     require(not missing, f"a group must have {', '.join(HYPERPARAMETERS)}, got {sorted(group)}")
     lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    lr_fits = lr.dim() == 0 if isinstance(lr, Tensor) else _is_number(lr) and lr >= 0
+    lr_fits = lr.dim() == 0 if isinstance(lr, Tensor) else lr >= 0
     require(lr_fits, f"lr must be at least 0, or a 0-dim tensor, got {lr!r}")
-    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    betas_fit = is_pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)
+    betas_fit = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     require(betas_fit, f"betas must be two numbers, each in [0, 1), got {betas!r}")
-    require(_is_number(eps) and eps >= 0, f"eps must be at least 0, got {eps!r}")
-    require(_is_number(decay) and decay >= 0, f"weight_decay must be at least 0, got {decay!r}")
-    _check_options(group)
+    require(eps >= 0, f"eps must be at least 0, got {eps!r}")
+    require(decay >= 0, f"weight_decay must be at least 0, got {decay!r}")
 
-
-def _check_saved_groups(groups: list[dict[str, Any]], own_lrs: list[Any]) -> None:
-    """Reject saved groups that are not AdamW's, or have several learning rates for one tensor."""
-    loaded: dict[int, float] = {}
-    for group, own in zip(groups, own_lrs):
-        _check_group(group)
-        if isinstance(own, Tensor):
-            lr = float(group["lr"])
-            other = loaded.setdefault(id(own), lr)
-            require(
-                lr == other,
-                "lr must be a tensor of its own in each group to take different saved values, got "
-                f"one tensor for {other} and {lr}",
-            )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real)
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    """Reject options of PyTorch's optimizers that would be another algorithm."""
+    # options of PyTorch's optimizers that would be another algorithm
     for name, right in OPTIONS.items():
         found = group.get(name, right)
         # without decay it does not matter how it is applied

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Literal, get_args
 
 from lib.core.settings import NonNegativeFloat, PositiveFloat, require, settings
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+COLLECTIVES: tuple[str, ...] = get_args(Collective)
 
 
 @settings

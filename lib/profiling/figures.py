@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from lib.core.charts import bars, gantt
@@ -25,6 +24,9 @@ from lib.core.figures import (
     save_figure,
 )
 from lib.profiling.trace import CATEGORIES, Span, Trace, category_of, phases_of
+
+if TYPE_CHECKING:
+    from lib.profiling.memory_timeline import MemoryTimeline
 
 TIME_COLORS = dict(zip(CATEGORIES, COLORS))
 # The color of boxes with a name in them.
@@ -137,22 +139,10 @@ def _within(phase: Span, ranges: Sequence[Span]) -> list[Span]:
     return [span for span in ranges if phase.start <= span.start and span.end <= phase.end]
 
 
-def save_memory_figure(
-    times_ms: np.ndarray,
-    num_bytes: Mapping[str, np.ndarray],
-    path: str | os.PathLike,
-    *,
-    phases: Sequence[tuple[str, float, float]],
-) -> Path:
-    """Save the memory over a step, category stacked upon category.
-
-    Args:
-        times_ms: (count,) times at which something changes.
-        num_bytes: category -> (count,) bytes from then on.
-        phases: name, start and end in ms, written above.
-    """
-    total = np.sum([*num_bytes.values()], axis=0)
-    unit, scale = ("GB", 1e9) if total.max() >= 1e9 else ("MB", 1e6)
+def save_memory_figure(timeline: MemoryTimeline, path: str | os.PathLike) -> Path:
+    """Save the memory over a step, category stacked upon category, its phases written above."""
+    times_ms, num_bytes, most = timeline.times_ms, timeline.num_bytes, timeline.total.max()
+    unit, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
     with house_figure(width=9.0, height=4.2) as (figure, axes):
         axes.stackplot(
             times_ms,
@@ -162,9 +152,9 @@ def save_memory_figure(
             step="post",
             linewidth=0,
         )
-        top = float(total.max()) / scale
+        top = float(most) / scale
         width = times_ms[-1] - times_ms[0]
-        for name, start, end in phases:
+        for name, start, end in timeline.phases:
             # a name needs room to be read
             if end - start > 0.06 * width:
                 axes.axvline(start, color=INK, linewidth=0.8, linestyle=":")

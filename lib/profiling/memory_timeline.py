@@ -69,10 +69,6 @@ class MemoryTimeline:
         index = int(self.total.argmax())
         return {category: int(values[index]) for category, values in self.num_bytes.items()}
 
-    def highest(self) -> dict[str, int]:
-        """Return the most bytes that each category has at any time."""
-        return {category: int(values.max()) for category, values in self.num_bytes.items()}
-
 
 def profile_memory(
     step: Callable[[], Any],

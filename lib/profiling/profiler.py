@@ -1,4 +1,4 @@
-"""`python -m lib profile`: a few training steps under PyTorch's profiler, or under Nsight Systems.
+"""`python -m lib profile`: a few training steps under PyTorch's profiler.
 
 `profile` runs the steps and writes their trace, its summary as a record and as tables, and the
 memory of one step by category.
@@ -10,12 +10,8 @@ import dataclasses
 import functools
 import gzip
 import json
-import os
 import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +22,7 @@ from torch import Tensor
 
 from lib.core import ranges
 from lib.core.allocator import synchronize, without_stderr
-from lib.core.files import ROOT, make_folder, write_atomically
+from lib.core.files import make_folder, write_atomically
 from lib.core.hardware import DtypeName, keep_freed_memory, pick_device, pick_dtype
 from lib.core.records import new_record, to_markdown
 from lib.core.settings import NonNegativeInt, PositiveInt, settings, to_json
@@ -92,9 +88,6 @@ class ProfileConfig:
     nvtx: bool = False
     """Only run the steps, with NVTX ranges, between the marks that `nsys profile` waits for."""
 
-    nsys: bool = True
-    """Also run `nsys profile`, if it is installed and there is a CUDA device."""
-
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
@@ -126,11 +119,10 @@ def profile(config: ProfileConfig) -> Summary | None:
     """Profile training steps, write the results to `config.output` and print the summary.
 
     Writes `trace.json.gz` (for ui.perfetto.dev), `step.json.gz` (one step of it, small enough to
-    commit), `summary.md`, `summary.json` (a record), `time.png`, `memory.png`, on CUDA
-    `memory_snapshot.pickle` (for pytorch.org/memory_viz) and, where `nsys` is installed,
-    `nsys.nsys-rep`. Also prints the command line that profiles the same ranges with Nsight Systems.
-    With `config.nvtx` it only runs the steps, writes nothing and returns None: that command line
-    starts it so.
+    commit), `summary.md`, `summary.json` (a record), `config.json`, `time.png`, `memory.png` and,
+    on CUDA, `memory_snapshot.pickle` (for pytorch.org/memory_viz). There it also prints the command
+    line that profiles the same ranges with Nsight Systems. With `config.nvtx` it only runs the
+    steps, writes nothing and returns None: that command line starts it so.
     """
     device = pick_device(config.device)
     _check_device(config, device)
@@ -161,7 +153,9 @@ def profile(config: ProfileConfig) -> Summary | None:
     write_step_trace(config.output)
     summary = summarize(read_trace(config.output / TRACE))
     print(_write_results(config, train_config.model, summary, memory, device))
-    _run_nsys(config, device)
+    write_atomically(config.output / "config.json", to_json(config))
+    if device.type == "cuda":
+        print(f"The same for Nsight Systems:\n{shlex.join(nsys_command(config))}")
     return summary
 
 
@@ -198,7 +192,7 @@ def trace_steps(
     steps: int,
     begin: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Write the trace of `steps` training steps to `path`, compressed; `begin` is called before."""
+    """Write the trace of `steps` training steps to `path`; `begin` is called before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if step.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -213,10 +207,7 @@ def trace_steps(
             for _ in range(steps):
                 step(sequences, LEARNING_RATE)
         synchronize(step.device)
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(plain))
-        write_atomically(path, gzip.compress(plain.read_bytes(), compresslevel=6, mtime=0))
+    profiler.export_chrome_trace(str(path))
 
 
 def write_step_trace(folder: Path) -> Path:
@@ -262,8 +253,7 @@ def _write_results(
     write_atomically(folder / "summary.md", text)
     save_time_figure(figures, folder / "time.png")
     if memory is not None:
-        path = folder / "memory.png"
-        save_memory_figure(memory.times_ms, memory.num_bytes, path, phases=memory.phases)
+        save_memory_figure(memory, folder / "memory.png")
     return text
 
 
@@ -377,23 +367,6 @@ def nsys_command(config: ProfileConfig) -> list[str]:
         *(sys.executable, "-m", "lib", "profile"),
         *(f"--config={config.output / 'config.json'}", "--nvtx"),
     ]
-
-
-def _run_nsys(config: ProfileConfig, device: torch.device) -> None:
-    """On a GPU, print the command line for Nsight Systems, and run it where that is possible."""
-    write_atomically(config.output / "config.json", to_json(config))
-    if device.type != "cuda":
-        return
-    command = nsys_command(config)
-    print(f"The same for Nsight Systems:\n{shlex.join(command)}")
-    if not config.nsys or shutil.which("nsys") is None:
-        return
-    torch.cuda.empty_cache()
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    if done.returncode:
-        print(f"nsys failed with exit code {done.returncode}:\n{done.stderr.strip()[-2000:]}")
 
 
 def _run_for_nsys(step: TrainStep, sequences: Tensor, config: ProfileConfig) -> None:

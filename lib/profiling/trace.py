@@ -264,11 +264,6 @@ def difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return _overlay(first, second, state=1)
 
 
-def gaps(intervals: np.ndarray, start: float, end: float) -> np.ndarray:
-    """Return the times from `start` to `end` in none of `intervals`, which are as from `union`."""
-    return difference(np.array([[start, end]]), intervals)
-
-
 def _overlay(first: np.ndarray, second: np.ndarray, *, state: int) -> np.ndarray:
     """Return the times that are in the first only (state 1), the second only (2) or both (3)."""
     times = np.concatenate((first.ravel(), second.ravel()))

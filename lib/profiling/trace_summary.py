@@ -24,7 +24,6 @@ from lib.profiling.trace import (
     contains,
     difference,
     edges,
-    gaps,
     intersection,
     launch_times,
     total,
@@ -160,8 +159,9 @@ def summarize(trace: Trace) -> Summary:
         counts = (works | (categories == "other")) & is_innermost
 
     # busy and idle, and what of the communication nothing hides
-    busy = intersection(union(edges(spans)), np.array([window]))
-    idle = gaps(busy, *window)
+    whole = np.array([window])
+    busy = intersection(union(edges(spans)), whole)
+    idle = difference(whole, busy)
     communication = union(edges(spans)[is_communication])
     exposed = difference(communication, union(edges(spans)[works & ~is_communication]))
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.flat import Bucket, InOrder, fill_buckets, start_all_reduce
-from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
+from lib.ddp.process_group import rank, world_size
 from lib.ddp.wrapper_base import wrapper_of
 from lib.sharded_optimizer.shards import (
     Shard,
@@ -135,11 +135,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         for param in bucket.params:
             param.grad = None
         # this rank gets the mean of its slice
-        mean = bucket.mean = flat.new_empty(bucket.slice_length)
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        bucket.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
-        # what is sent lives until it has arrived
-        bucket.sent, bucket.means = [flat], [mean]
+        bucket.mean = bucket.start_reduce_scatter(flat, self.group, self.averages)
         # which gradients any rank has
         if presence is not None:
             bucket.works += start_all_reduce([presence], self.group, self.averages)
@@ -221,8 +217,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         with annotate("all-gather"):
             # forward needs first what backward finished last
             for bucket in reversed(order):
-                work = all_gather(bucket.buffer, bucket.mine, group=self.group, async_op=True)
-                bucket.gathering = work, bucket.mine
+                bucket.start_all_gather(bucket.buffer, bucket.mine, self.group)
             for bucket in order:
                 if bucket not in self.awaited_in_forward:
                     bucket.wait()

@@ -64,10 +64,9 @@ is None afterwards.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -78,6 +77,7 @@ from lib.ddp.flat import checked_cap
 from lib.ddp.process_group import (
     agree,
     checksums,
+    describe_tensor,
     gather_objects,
     is_sharded,
     on_each_rank,
@@ -202,7 +202,7 @@ class ShardedOptimizer(Optimizer):
             # names if the caller gave them
             names = group.get("param_names") or [""] * len(group["params"])
             for name, param in zip(names, group["params"]):
-                facts[f"parameter {number}"] = f"{name} {_describe(param)}".strip()
+                facts[f"parameter {number}"] = f"{name} {describe_tensor(param)}".strip()
                 require(
                     not self.shards_whole or not is_sharded(param),
                     f"parameter {number} must be whole, but is divided among the ranks already; "
@@ -211,7 +211,8 @@ class ShardedOptimizer(Optimizer):
                 number += 1
             facts[f"length of parameter group {index}"] = str(len(group["params"]))
             for name, value in settings_of(group).items():
-                facts[f"{name} of parameter group {index}"] = _as_text(value)
+                shown = value.tolist() if isinstance(value, Tensor) else value
+                facts[f"{name} of parameter group {index}"] = str(shown)
         return facts
 
     @property
@@ -296,14 +297,13 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: as `finish_gradient_synchronization`.
-            TypeError: the inner optimizer does not know an option; in the first step on all ranks.
-            ValueError: there is a closure; in the first step also if options or the values of
-                parameters differ between ranks.
+            TypeError: the inner optimizer does not know an option.
+            ValueError: there is a closure; in the first step also if the values of parameters
+                differ between ranks.
         """
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure}; call backward before step")
         if not self.has_stepped:
-            agree(lambda: self._checked_options(options), self.group)
             self._check_values()
             self.has_stepped = True
 
@@ -320,10 +320,6 @@ class ShardedOptimizer(Optimizer):
             self.strategy.must_gather = True
         else:
             self.strategy.gather_parameters()
-
-    def _checked_options(self, options: dict[str, Any]) -> dict[str, str]:
-        inspect.signature(self.inner.step).bind(**options)
-        return {"options of step": ", ".join(sorted(options)) or "none"}
 
     def _check_values(self) -> None:
         """Refuse parameters that differ between ranks, as they do in another order."""
@@ -419,15 +415,6 @@ class ShardedOptimizer(Optimizer):
         unpack_shards(state_dicts, source, self.shards, self.inner, self.param_groups)
         self.state = self.inner.state
 
-    def _refuse_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
-        raise TypeError(
-            "a ShardedOptimizer calls no hook of state_dict or load_state_dict, which hold one "
-            "rank's part of the state; change what state_dict() returns"
-        )
-
-    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
-    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
-
 
 def _make_strategy(
     name: str | ShardingStrategy, group: dist.ProcessGroup | None, options: dict[str, Any]
@@ -437,21 +424,6 @@ def _make_strategy(
     if name == "parameters" or world_size(group) == 1:
         return WholeParameters(group)
     return FlatSlices(group, **options)
-
-
-def _as_text(setting: Any) -> str:
-    """A setting in words that are the same on all ranks if it is: no addresses, no devices."""
-    if isinstance(setting, Tensor):
-        return f"a tensor of {setting.tolist()}"
-    if isinstance(setting, (tuple, list)):
-        return f"({', '.join(map(_as_text, setting))})"
-    is_plain = setting is None or isinstance(setting, (bool, int, float, str))
-    return repr(setting) if is_plain else type(setting).__name__
-
-
-def _describe(param: Tensor) -> str:
-    kind = str(param.dtype).removeprefix("torch.")
-    return f"{kind} {tuple(param.shape)}, {'trained' if param.requires_grad else 'frozen'}"
 
 
 def _check_arguments(

@@ -5,6 +5,6 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "bpe": ["train_bpe", "train_bpe_from_iterator", "Tokenizer"],
+        "bpe": ["train_bpe", "Tokenizer"],
     },
 )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
-from itertools import chain, islice, pairwise
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -64,9 +64,9 @@ STREAM_BYTES = 1 << 20
 PART_BYTES = 1 << 16
 # the compiled encoder keeps an id in 24 bits
 MAX_IDS = 1 << 24
-# a longer pre-token is merged in pieces of this many bytes
+# a longer pre-token, in bytes, is merged with a heap
 LONG_PRETOKEN = 32
-# words, and pieces of long ones, that the readable encoder caches; some 30 MB each
+# words that the readable encoder caches; some 30 MB
 MAX_CACHED_WORDS = 1 << 17
 # how much text `encode_iterable` gathers before it encodes: little, to keep memory small
 ITERABLE_BYTES = 1 << 13
@@ -246,69 +246,10 @@ def train_bpe(
             is empty, `workers` is less than 1, an argument is no whole number that must be one, or
             `implementation` is unknown.
     """
-    path = Path(input_path)
-    special_tokens = distinct_special_tokens(special_tokens)
-    special_bytes = [token.encode() for token in special_tokens]
-    with open(path, "rb") as stream:
-        chunks = ([chunk] for chunk in iter_chunks(stream, CHUNK_BYTES, special_bytes))
-        options = implementation, workers, progress
-        return _train(chunks, path.stat().st_size, vocab_size, special_tokens, *options)
-
-
-def train_bpe_from_iterator(
-    texts: Iterable[str],
-    vocab_size: int,
-    special_tokens: Sequence[str] | None = (),
-    *,
-    implementation: str = "auto",
-    workers: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    """Train as `train_bpe` does on `texts`, such as a dataset's documents, read once and in order.
-
-    Each text is counted by itself: no pre-token spans two of them. Raises what `train_bpe` does.
-    """
-    _check_several(texts)
-    chunks = _gather(texts)
-    # a look ahead tells whether the texts are large; what they are in all is not known
-    ahead = list(islice(chunks, 1 + COMPILED_TRAINING_BYTES // CHUNK_BYTES))
-    num_bytes = sum(len(text) for chunk in ahead for text in chunk)
-    options = implementation, workers, progress
-    return _train(chain(ahead, chunks), num_bytes, vocab_size, special_tokens, *options)
-
-
-def _check_several(texts: Any) -> None:
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-        raise ValueError(f"texts must be several texts, such as a list, got {texts!r:.20}")
-
-
-def _gather(texts: Iterable[str]) -> Iterator[list[bytes]]:
-    """Gather texts into lists of about CHUNK_BYTES."""
-    chunk, size = [], 0
-    for data in utf8_texts(texts, "texts"):
-        chunk.append(data)
-        size += len(data)
-        if size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _train(
-    chunks: Iterable[list[bytes]],
-    num_bytes: int,
-    vocab_size: int,
-    special_tokens: Sequence[str] | None,
-    implementation: str,
-    workers: int | None,
-    progress: Callable[[int], None] | None,
-) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    """Train on chunks of texts, of about `num_bytes` in all."""
     # check the arguments
     special_tokens = distinct_special_tokens(special_tokens)
-    workers = _num_workers(workers)
     special_token_pattern(special_tokens)
+    workers = _num_workers(workers)
     smallest = 256 + len(special_tokens)
     vocab_size = whole_number("vocab_size", vocab_size, least=256)
     if vocab_size < smallest:
@@ -317,17 +258,9 @@ def _train(
             f"{smallest}, got {vocab_size}"
         )
 
-    # count pre-tokens and merge pairs
     num_tokens = vocab_size - len(special_tokens)
-    if choose_implementation(implementation, num_bytes, COMPILED_TRAINING_BYTES) == "numba":
-        from lib.tokenizer.compiled_encoder import train_compiled
-
-        vocab, merges = train_compiled(chunks, num_tokens, special_tokens, workers, progress)
-    else:
-        few = num_bytes <= 2 * CHUNK_BYTES
-        counts = _count_chunks(chunks, special_tokens, 1 if few else workers, progress)
-        vocab, merges = train_from_counts(counts, num_tokens)
-
+    options = implementation, workers, progress
+    vocab, merges = _count_and_merge(Path(input_path), num_tokens, special_tokens, *options)
     if len(vocab) < num_tokens:
         log.warning(
             "vocab_size %d is more than the text can give: stopped at %d tokens, no pair is left",
@@ -339,17 +272,38 @@ def _train(
     return vocab, merges
 
 
+def _count_and_merge(
+    path: Path,
+    num_tokens: int,
+    special_tokens: Sequence[str],
+    implementation: str,
+    workers: int,
+    progress: Callable[[int], None] | None,
+) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """Train on the file at `path`: the vocabulary without special tokens, and the merges."""
+    num_bytes, special_bytes = path.stat().st_size, [token.encode() for token in special_tokens]
+    with open(path, "rb") as stream:
+        chunks = iter_chunks(stream, CHUNK_BYTES, special_bytes)
+        if choose_implementation(implementation, num_bytes, COMPILED_TRAINING_BYTES) == "numba":
+            from lib.tokenizer.compiled_encoder import train_compiled
+
+            return train_compiled(chunks, num_tokens, special_tokens, workers, progress)
+        few = num_bytes <= 2 * CHUNK_BYTES
+        counts = _count_chunks(chunks, special_tokens, 1 if few else workers, progress)
+    return train_from_counts(counts, num_tokens)
+
+
 def _num_workers(workers: int | None) -> int:
     return available_cpus() if workers is None else whole_number("workers", workers, least=1)
 
 
 def _count_chunks(
-    chunks: Iterable[list[bytes]],
+    chunks: Iterable[bytes],
     special_tokens: Sequence[str],
     workers: int,
     progress: Callable[[int], None] | None,
 ) -> Counter[bytes]:
-    """Count the pre-tokens of chunks of texts, in as many processes as `workers`."""
+    """Count the pre-tokens of all chunks, in as many processes as `workers`."""
     counts = Counter()
     jobs = ((chunk, special_tokens) for chunk in chunks)
     if workers == 1:
@@ -367,12 +321,9 @@ def _count_chunks(
     return counts
 
 
-def _count_chunk(job: tuple[list[bytes], Sequence[str]]) -> tuple[int, Counter[bytes]]:
-    texts, special_tokens = job
-    counts = Counter()
-    for text in texts:
-        counts.update(count_pretokens(text.decode("utf-8", "replace"), special_tokens))
-    return sum(map(len, texts)), counts
+def _count_chunk(job: tuple[bytes, Sequence[str]]) -> tuple[int, Counter[bytes]]:
+    chunk, special_tokens = job
+    return len(chunk), count_pretokens(chunk.decode("utf-8", "replace"), special_tokens)
 
 
 # Encoding and decoding
@@ -447,8 +398,6 @@ class Tokenizer:
         self._compiled: CompiledEncoder | None = None
         # word -> the ids of a space and the word
         self._spaced_words: dict[str, list[int]] = {}
-        # piece of a long pre-token -> its ids
-        self._pieces: dict[bytes, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # the compiled code works on addresses of this process; a copy makes its own
@@ -566,37 +515,29 @@ class Tokenizer:
         return ids
 
     def _merge_long(self, pretoken: bytes) -> list[int]:
-        """Do the same in pieces, so that the work for each byte is bounded.
-
-        A list of ids is what its text gives if that is true of every two neighbors: a merge across
-        their border would be made in the text of these two, too. So where it is not true of the
-        last id of a piece and the first of the next, the text of both is merged again, with as many
-        ids before it as the result does not fit to.
-        """
-        ids: list[int] = []
-        for start in range(0, len(pretoken), LONG_PRETOKEN):
-            piece, used = self._merge_cached(pretoken[start : start + LONG_PRETOKEN]), 0
-            while ids and used < len(piece) and not self._are_neighbors(ids[-1], piece[used]):
-                merged = [piece[used]]
-                used += 1
-                while ids and not self._are_neighbors(ids[-1], merged[0]):
-                    tokens = [self.vocab[token_id] for token_id in (ids.pop(), *merged)]
-                    merged = self._merge_cached(b"".join(tokens))
-                ids += merged
-            ids += piece[used:]
-        return ids
-
-    def _are_neighbors(self, left: int, right: int) -> bool:
-        """Whether the text of two ids gives these two."""
-        return self._merge_cached(self.vocab[left] + self.vocab[right]) == [left, right]
-
-    def _merge_cached(self, piece: bytes) -> list[int]:
-        """Do what `_merge` does, and cache the ids."""
-        if piece not in self._pieces:
-            if len(self._pieces) >= MAX_CACHED_WORDS:
-                self._pieces.clear()
-            self._pieces[piece] = self._merge(piece)
-        return self._pieces[piece]
+        """Do the same in O(n log n): a heap has the rank and the index of each known pair."""
+        # one more, for the neighbors of the first id and of the last
+        ids = [*(self._byte_ids[byte] for byte in pretoken), None]
+        after, before = list(range(1, len(ids) + 1)), list(range(-1, len(ids) - 1))
+        after[-1] = len(pretoken)
+        pairs = enumerate(pairwise(ids))
+        heap = [(self._ranks[pair][0], index) for index, pair in pairs if pair in self._ranks]
+        heapq.heapify(heap)
+        while heap:
+            rank, index = heapq.heappop(heap)
+            gone = after[index]
+            merge = self._ranks.get((ids[index], ids[gone]))
+            if merge is None or merge[0] != rank:
+                # a merge beside it has taken one of the two
+                continue
+            ids[index], ids[gone] = merge[1], None
+            after[index] = after[gone]
+            before[after[gone]] = index
+            # two pairs with the neighbors are new
+            for left in (before[index], index):
+                if known := self._ranks.get((ids[left], ids[after[left]])):
+                    heapq.heappush(heap, (known[0], left))
+        return [token_id for token_id in ids if token_id is not None]
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD.
@@ -620,7 +561,8 @@ class Tokenizer:
         `workers` is the number of threads; one per core by default. Raises what `encode` does, with
         the index of the text.
         """
-        _check_several(texts)
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+            raise ValueError(f"texts must be several texts, such as a list, got {texts!r:.20}")
         texts, workers = list(texts), _num_workers(workers)
         try:
             return self._encode_batch(texts, allow_special, workers)

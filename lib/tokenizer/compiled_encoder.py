@@ -73,16 +73,16 @@ COMPILING = threading.Lock()
 
 
 def train_compiled(
-    chunks: Iterable[list[bytes]],
+    chunks: Iterable[bytes],
     num_tokens: int,
     special_tokens: Sequence[str],
     workers: int,
     progress: Callable[[int], None] | None,
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    """Train on chunks of texts; return the vocabulary without special tokens, and the merges."""
+    """Train on chunks of a text; return the vocabulary without special tokens, and the merges."""
     words = WordCounts(new_special(dict.fromkeys(special_tokens, 0)))
     with COMPILING:
-        WordCounts(words.special).count([b"a"])
+        WordCounts(words.special).count(b"a")
     with ThreadPoolExecutor(workers) as executor:
         for num_bytes in ordered_map(executor, words.count, chunks, workers + 1):
             if progress:
@@ -559,8 +559,6 @@ class CompiledEncoder:
         if isinstance(ids, list):
             # twice as fast as NumPy's own conversion
             ids = np.frombuffer(array("I", ids), dtype=np.uint32)
-        elif not ids.dtype.isnative:
-            ids = ids.astype(ids.dtype.newbyteorder("="))
         length = decoded_length(ids, self.starts)
         if length < 0:
             raise KeyError(int(ids[-1 - length]))

@@ -2,7 +2,7 @@
 
 A scanner over the UTF-8 bytes replaces the regular expression of `lib.tokenizer.pretokenize`; one
 table holds the class of every code point. `pretoken_ends` looks at 64 bytes at a time;
-`pretoken_end` goes character by character and takes over where a pre-token is longer than that.
+`long_pretoken_end` goes character by character where a pre-token is longer than that.
 
 Kernels (`@compiled`) take arrays and return numbers, and release the interpreter lock. Arrays do
 not grow inside a kernel: it returns when it runs out of space, and the caller enlarges the array
@@ -218,31 +218,6 @@ def equal_at(typing_context, array, index, byte):
 ALL_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
 ONE, U32 = np.uint64(1), np.uint64(32)
-# Eight bytes at a time, after Mycroft: an addition to bytes below 0x80 carries into the high bit of
-# those that exceed a bound.
-HIGH_BITS = np.uint64(0x8080808080808080)
-LOW_BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
-TO_LOWER = np.uint64(0x2020202020202020)
-REACHES_A = np.uint64(0x0101010101010101 * (0x80 - ord("a")))
-EXCEEDS_Z = np.uint64(0x0101010101010101 * (0x7F - ord("z")))
-
-
-@compiled
-def ascii_letters_end(data, i, end):
-    """Return the first index from `i` on that is not an ASCII letter.
-
-    It may be a few bytes beyond `end`; the caller clips it. What follows there, of another text
-    perhaps, is not searched through. Bytes of other alphabets have their high bit set, which
-    `| word` catches.
-    """
-    while i < end:
-        word = load_word(data, i)
-        lower = (word | TO_LOWER) & LOW_BITS
-        other = (~(lower + REACHES_A) | (lower + EXCEEDS_Z) | word) & HIGH_BITS
-        if other:
-            return i + np.int64(trailing_zeros(other) >> 3)
-        i += 8
-    return i
 
 
 @compiled
@@ -262,15 +237,12 @@ def character(data, i, classes):
 @compiled
 def run_end(data, i, end, kind, classes):
     """Return the first index from `i` on whose character is not of class `kind`."""
-    while True:
-        if kind == LETTER:
-            i = ascii_letters_end(data, i, end)
-        if i >= end:
-            return end
+    while i < end:
         found, width = character(data, i, classes)
         if found != kind:
-            return i
+            break
         i += width
+    return i
 
 
 @compiled
@@ -303,8 +275,8 @@ def space_end(data, i, end, classes):
 
 
 @compiled
-def pretoken_end(data, i, end, classes):
-    """Return the end of the pre-token that starts at `i`, by GPT-2's pattern."""
+def long_pretoken_end(data, i, end, classes):
+    """Return the end of the pre-token that starts at `i`, which is no contraction."""
     start = i
     if data[i] == ord(" ") and i + 1 < end:
         start = i + 1
@@ -313,10 +285,6 @@ def pretoken_end(data, i, end, classes):
         return run_end(data, start + width, end, LETTER, classes)
     if kind == SPACE:
         return space_end(data, i, end, classes)
-    if data[i] == ord("'"):
-        length = contraction_length(data, i, end)
-        if length:
-            return i + length
     return run_end(data, start + width, end, kind, classes)
 
 
@@ -396,7 +364,7 @@ def next_pretoken(data, start, end, classes, base, ends):
     if ends == 0:
         base, ends = start, pretoken_ends(data, start, end, classes)
     if ends == 0:
-        return pretoken_end(data, start, end, classes), base, ends
+        return long_pretoken_end(data, start, end, classes), base, ends
     return base + trailing_zeros(ends), base, ends & (ends - ONE)
 
 

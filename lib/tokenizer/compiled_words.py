@@ -8,14 +8,12 @@ The rules for kernels are in `lib.tokenizer.compiled_scan`.
 """
 
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
 from lib.tokenizer.compiled_scan import (
     LOW_32,
     ONE,
-    PADDING,
     U32,
     Special,
     class_table,
@@ -121,34 +119,33 @@ def find_counted(table, low, high, length, data, start):
 
 
 @compiled
-def count_texts(data, start, ends, classes, special, table, room):
-    """Count the pre-tokens of the texts that end at `ends` in `data`, from `start` on.
+def count_text(data, start, end, classes, special, table, room):
+    """Count the pre-tokens of data[start:end].
 
     Stops early once `table` holds `room` pre-tokens. An entry of the table is a key, the length and
     the first occurrence in `data` << 32, and the count. Returns where it stopped, and the number of
     pre-tokens in the table.
     """
     filled = 0
-    for end in ends:
-        while start < end:
-            stop, token = find_special(data, start, end, special)
-            base, window = start, np.uint64(0)
-            while start < stop:
-                if filled == room:
-                    return start, filled
-                after, base, window = next_pretoken(data, start, stop, classes, base, window)
-                length = after - start
-                low, high = pretoken_key(data, start, length)
-                at = find_counted(table, low, high, length, data, start)
-                if table[at + 1] == 0:
-                    table[at], table[at + 1] = low, high
-                    table[at + 2] = np.uint64(length) | np.uint64(start) << U32
-                    table[at + 3] = 0
-                    filled += 1
-                table[at + 3] += ONE
-                start = after
-            if token >= 0:
-                start += special.starts[token + 1] - special.starts[token]
+    while start < end:
+        stop, token = find_special(data, start, end, special)
+        base, window = start, np.uint64(0)
+        while start < stop:
+            if filled == room:
+                return start, filled
+            after, base, window = next_pretoken(data, start, stop, classes, base, window)
+            length = after - start
+            low, high = pretoken_key(data, start, length)
+            at = find_counted(table, low, high, length, data, start)
+            if table[at + 1] == 0:
+                table[at], table[at + 1] = low, high
+                table[at + 2] = np.uint64(length) | np.uint64(start) << U32
+                table[at + 3] = 0
+                filled += 1
+            table[at + 3] += ONE
+            start = after
+        if token >= 0:
+            start += special.starts[token + 1] - special.starts[token]
     return start, filled
 
 
@@ -223,19 +220,19 @@ class WordCounts:
         self.starts = np.zeros((1 << 15) + 1, dtype=np.int64)
         self.kept = np.empty(1 << 18, dtype=np.uint8)
 
-    def count(self, texts: Sequence[bytes]) -> int:
-        """Count the pre-tokens of each text; return the number of bytes."""
-        valid = [valid_utf8(text) for text in texts]
-        data = padded(b"".join(valid))
-        ends = np.cumsum([len(text) for text in valid], dtype=np.int64)
+    def count(self, text: bytes) -> int:
+        """Count the pre-tokens of a text; return the number of bytes."""
+        valid = valid_utf8(text)
+        data = padded(valid)
         table = np.zeros(self.SMALL_TABLE_ROWS * ENTRY, dtype=np.uint64)
         room = self.SMALL_TABLE_ROWS // 2
         start = 0
-        while start < len(data) - PADDING:
+        while start < len(valid):
             begin = start
-            start, filled = count_texts(data, start, ends, class_table(), self.special, table, room)
+            rest = data, start, len(valid)
+            start, filled = count_text(*rest, class_table(), self.special, table, room)
             self._add(table, data, filled, start - begin)
-        return sum(map(len, texts))
+        return len(text)
 
     def _add(self, table: np.ndarray, data: np.ndarray, words: int, num_bytes: int) -> None:
         """Move the counts of `table` here: at most `words` new words of `num_bytes` in all."""

@@ -115,7 +115,7 @@ def _document(parts: Parts) -> dict:
 def _read_json(path: str | os.PathLike) -> Any:
     try:
         return json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 

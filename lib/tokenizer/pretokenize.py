@@ -13,7 +13,7 @@ count as neither letter, number nor space.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, AnyStr, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import regex
 
@@ -143,7 +143,7 @@ def distinct_special_tokens(special_tokens: Iterable[str] | None) -> list[str]:
     return list(dict.fromkeys(special_tokens))
 
 
-def special_token_pattern(special_tokens: Sequence[AnyStr]) -> re.Pattern[AnyStr] | None:
+def special_token_pattern(special_tokens: Sequence[str]) -> re.Pattern[str] | None:
     """Compile a pattern for the leftmost special token, the longest if several start there.
 
     Raises:
@@ -152,21 +152,17 @@ def special_token_pattern(special_tokens: Sequence[AnyStr]) -> re.Pattern[AnyStr
     if not special_tokens:
         return None
     shown = list(special_tokens)
-    if not all(special_tokens):
+    if "" in shown:
         raise ValueError(f"special_tokens must not hold an empty text, got {shown!r}")
-    replacement = "\ufffd" if isinstance(special_tokens[0], str) else "\ufffd".encode()
-    if any(replacement in token for token in special_tokens):
+    if any("\ufffd" in token for token in shown):
         raise ValueError(
             f"special_tokens must not hold U+FFFD, which replaces invalid bytes, got {shown!r}"
         )
     longest_first = sorted(special_tokens, key=len, reverse=True)
-    bar = "|" if isinstance(longest_first[0], str) else b"|"
-    return re.compile(bar.join(map(re.escape, longest_first)))
+    return re.compile("|".join(map(re.escape, longest_first)))
 
 
-def split_special(
-    text: AnyStr, pattern: re.Pattern[AnyStr] | None
-) -> Iterator[tuple[AnyStr, AnyStr | None]]:
+def split_special(text: str, pattern: re.Pattern[str] | None) -> Iterator[tuple[str, str | None]]:
     """Yield `(ordinary text, the special token after it)` in order; None follows the last text."""
     start = 0
     for match in pattern.finditer(text) if pattern else ():

@@ -227,21 +227,12 @@ class Published(NamedTuple):
     """The parts of `run` that the source does not state."""
 
 
-def _qwen(d_model: int, num_layers: int, num_heads: int, d_ff: int) -> ModelConfig:
-    """A Qwen2.5; what its shared keys and values save is taken from d_ff, so that FLOPs agree."""
-    sizes: dict = {
-        "d_model": d_model,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "d_ff": d_ff,
-    }
-    return ModelConfig(vocab_size=151_936, context_length=1024, tied_embeddings=True, **sizes)
-
-
-QWEN = {
-    "0.5B": _qwen(896, 24, 14, 4864 - 512),
-    "1.5B": _qwen(1536, 28, 12, 8960 - 853),
-    "3B": _qwen(2048, 36, 16, 11_008 - 1195),
+QWEN = ModelConfig(vocab_size=151_936, context_length=1024, tied_embeddings=True)
+# Qwen2.5; what its shared keys and values save is taken from d_ff, so that FLOPs agree
+QWENS = {
+    "0.5B": replace(QWEN, d_model=896, num_layers=24, num_heads=14, d_ff=4864 - 512),
+    "1.5B": replace(QWEN, d_model=1536, num_layers=28, num_heads=12, d_ff=8960 - 853),
+    "3B": replace(QWEN, d_model=2048, num_layers=36, num_heads=16, d_ff=11_008 - 1195),
 }
 LLMQ = "github.com/IST-DASLab/llmq, README, Speed, bf16"
 LLMC = "github.com/KellerJordan/modded-nanogpt, README, notes: 10B tokens in {} minutes"
@@ -250,7 +241,7 @@ GPT2 = model_preset("gpt2-124m")
 
 def _llmq(gpu: str, gpus: int, size: str, batch_size: int, tokens_per_s: float) -> Published:
     passes = 524_288 // (1024 * batch_size * gpus)
-    run = Run(QWEN[size], GPUS[gpu], gpus, batch_size, passes)
+    run = Run(QWENS[size], GPUS[gpu], gpus, batch_size, passes)
     assumed = f"{passes} passes: 524,288 tokens a step, as on another GPU"
     return Published(f"llm.q, Qwen2.5-{size}", run, tokens_per_s, LLMQ, assumed)
 
@@ -318,9 +309,6 @@ class PredictConfig:
     passes: PositiveInt = 1
     """Passes whose gradients are added up before an update."""
 
-    errors: bool = False
-    """Also list every error, on our own records and on published figures."""
-
 
 def answer(
     model: ModelConfig, gpu: str, gpus: int, batch_size: int = 0, passes: int = 1
@@ -360,16 +348,6 @@ def row(found: Prediction) -> dict[str, Any]:
         "peak (GB)": f"{found.peak_gb:.1f} of {run.gpu.memory_gb:g}",
     }
     return cells | {"source": found.source, "not known": "; ".join(doubts)}
-
-
-def own_error_rows() -> list[dict[str, Any]]:
-    """Our steps, each predicted without the records of its model: rows of a table."""
-    return [
-        {"parameters": num_parameters(step.run.model)}
-        | row(step)
-        | {"left-out error": f"{error:+.0%}"}
-        for step, error in left_out_errors()
-    ]
 
 
 def published_rows() -> list[dict[str, Any]]:
@@ -412,6 +390,4 @@ def print_predictions(config: PredictConfig) -> None:
         for count in counts
     ]
     print(to_markdown([row(each) for each in found]))
-    if config.errors:
-        print(to_markdown(own_error_rows()), to_markdown(published_rows()), sep="\n")
     print(typical_errors())

@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch.distributed as dist
@@ -50,7 +49,7 @@ from lib.tools.benchmarks.rank_training import (
     shape_of,
     training_case,
 )
-from lib.tools.benchmarks.ranks import CaseFailedError, Group, RanksBenchmark, fail
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark, blame
 from lib.tools.benchmarks.sharding import measure_methods
 from lib.tools.predict import GPUS, Run, alone_ms, fitted, measured
 from lib.tools.scaling_report import REPORT, name_of
@@ -143,29 +142,23 @@ def _trainings(
     """A training for each method; made as for a CPU, since a prediction is made without GPUs."""
     batch = config.tr_batch_size or SEQUENCES.get(model, 32)
     given = dataclasses.replace(config, tr_batch_size=batch, backend=None)
-    shape = model_preset(model)
-    shape = dataclasses.replace(shape, context_length=config.context_length or shape.context_length)
     found = []
     for method in methods:
-        wrapper = SHARDING_METHODS.get(method, {}).get("ddp_wrapper", method)
-        names = {"model": model, "method": method, "wrapper": wrapper}
-        case = training_case(given, shape, ranks, "gloo", **names)
+        case = training_case(given, model, "sdpa", ranks, "gloo", method=method)
         found.append(Case(**vars(case) | {"backend": backend}))
     return found
 
 
-def measure_group(
-    group: Group, config: ScalingConfig, failed: Path | None
-) -> Iterator[dict[str, Any]]:
+def measure_group(group: Group, config: ScalingConfig) -> Iterator[dict[str, Any]]:
     """The figures of each case of a group, with its name."""
     names = [name_of(vars(case)) for case in group]
     if rank() == 0:
         log.info("%s: %s", group[0].what, "; ".join(names))
-    for name, figures in zip(names, _figures(group, config, failed), strict=True):
+    for name, figures in zip(names, _figures(group, config), strict=True):
         yield {"name": name, **figures}
 
 
-def _figures(group: Group, config: ScalingConfig, failed: Path | None) -> list[dict[str, Any]]:
+def _figures(group: Group, config: ScalingConfig) -> list[dict[str, Any]]:
     case = group[0]
     alone: dict[str, Callable[[], dict[str, Any]]] = {
         "collective": lambda: measure_collective(case),
@@ -173,15 +166,12 @@ def _figures(group: Group, config: ScalingConfig, failed: Path | None) -> list[d
         "pipeline": lambda: _timed(_stages(case).measure(case.micro_batches), "1f1b"),
     }
     if case.what == "step":
-        return list(measure_methods(group, config, failed))
+        return list(measure_methods(group, config))
     if case.what == "equality":
-        return list(_equality(group, config, failed))
+        return list(_equality(group, config))
     try:
-        return [alone[case.what]()]
-    except (ValueError, CaseFailedError):
-        raise
-    except Exception as error:
-        fail(failed, case, error)
+        with blame(case):
+            return [alone[case.what]()]
     finally:
         free_memory()
 
@@ -196,7 +186,7 @@ def _timed(figures: dict[str, Any], name: str) -> dict[str, Any]:
     return {"status": "ok", "median_ms": figures[f"{name}_ms"], **figures}
 
 
-def _equality(group: Group, config: ScalingConfig, failed: Path | None) -> Iterator[dict[str, Any]]:
+def _equality(group: Group, config: ScalingConfig) -> Iterator[dict[str, Any]]:
     """How far losses and gradient norms of an epoch are from those of one process."""
     own, ranks = make_groups(config.timeout).own, group[0].ranks
 
@@ -209,9 +199,11 @@ def _equality(group: Group, config: ScalingConfig, failed: Path | None) -> Itera
     one = trained(Case(**vars(group[0]) | {"method": "none", "wrapper": "none"}), own, ranks)
     for case in group:
         try:
-            steps = trained(case, own if case.method == "none" else None)
-        except Exception as error:
-            fail(failed, case, error)
+            with blame(case):
+                steps = trained(case, own if case.method == "none" else None)
+        except ValueError as error:
+            yield {"status": "refused", "reason": str(error)}
+            continue
         losses = [abs(a.loss - b.loss) for a, b in zip(steps, one, strict=True)]
         norms = [abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(steps, one, strict=True)]
         yield {"status": "ok", "loss_off": max(losses), "norm_off": max(norms)}

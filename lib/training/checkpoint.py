@@ -19,7 +19,6 @@ import contextlib
 import functools
 import json
 import logging
-import operator
 import os
 import re
 import shutil
@@ -51,8 +50,6 @@ from lib.training.tensor_files import (
 
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
-# How often a folder is listed again because a checkpoint was deleted before it was read.
-MAX_LISTINGS = 5
 SHARD = "shard-{:05d}-of-{:05d}.safetensors"
 T = TypeVar("T")
 # Files by name: a text, or tensors and metadata.
@@ -102,7 +99,7 @@ def save_checkpoint(
 
     Args:
         model: a module, compiled or not, or its state dict.
-        extra: JSON values, with text as keys; tuples come back as lists.
+        extra: JSON values; tuples come back as lists, and keys as text.
         tensors: any further state, such as `rng_state(device)`.
         keep_last: keep this many checkpoints, this one included, and delete older ones.
         group: a process group whose ranks call this together, as they then do with any optimizer
@@ -116,12 +113,14 @@ def save_checkpoint(
 
     # check and collect everything before the disk is touched
     def collect() -> tuple[Path, Contents]:
-        _check_numbers(step, keep_last)
-        state = {"step": operator.index(step), "extra": extra or {}}
+        require(step >= 0, f"step must be at least 0, got {step}")
+        is_count = keep_last is None or keep_last > 0
+        require(is_count, f"keep_last must be at least 1, got {keep_last}")
+        state = {"step": step, "extra": extra or {}}
         contents = _whole(inner_module(model), tensors or {}, state) if number == 0 else {}
         if optimizer is not None and (number == 0 or _is_sharded(optimizer)):
             contents |= _shard(inner_module(model), optimizer)
-        return Path(folder) / f"step-{operator.index(step):08d}", contents
+        return Path(folder) / f"step-{step:08d}", contents
 
     def publish() -> None:
         if number == 0:
@@ -136,14 +135,6 @@ def save_checkpoint(
         on_each(lambda: _write(_partial(target), contents))
         on_each(publish)
     return target
-
-
-def _check_numbers(step: Any, keep_last: Any) -> None:
-    # True is a whole number to Python
-    is_number = hasattr(step, "__index__") and not isinstance(step, bool) and step >= 0
-    require(is_number, f"step must be at least 0, a whole number, got {step!r}")
-    is_count = keep_last is None or (type(keep_last) is int and keep_last > 0)
-    require(is_count, f"keep_last must be at least 1, got {keep_last!r}")
 
 
 def _ranks(optimizer: Any, group: Any) -> tuple[int, Callable[[Callable[[], T]], T]]:
@@ -182,21 +173,10 @@ def _shard(model: Any, optimizer: Any) -> Contents:
 
 def _json(value: Any, **layout: Any) -> str:
     try:
-        _check_keys(value)
         return json.dumps(value, **layout)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         message = f"extra and the optimizer's settings must be JSON values: {error}"
         raise ValueError(message) from error
-
-
-def _check_keys(value: Any) -> None:
-    """Raise ValueError if an object in `value` has a key that JSON would turn into text."""
-    keys = value if isinstance(value, dict) else ()
-    wrong = [key for key in keys if not isinstance(key, str)]
-    require(not wrong, f"keys must be text, got {wrong[:3]}")
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_keys(item)
 
 
 def _partial(target: Path) -> Path:
@@ -331,7 +311,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads((path / "state.json").read_bytes())
         return {name: state[name] for name in ("step", "extra")}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path / 'state.json'}: not the state of a checkpoint") from error
 
 
@@ -348,30 +328,25 @@ def read_checkpoint(path: str | os.PathLike, read: Callable[[Path], T]) -> T:
         _verify(path)
         return read(path)
 
-    # the newest that is whole; a training may delete old ones meanwhile
-    for _ in range(MAX_LISTINGS):
-        checkpoints = list_checkpoints(path)
-        if not checkpoints:
-            raise FileNotFoundError(f"no checkpoint step-* in {path}")
-        for found in checkpoints:
-            is_whole = False
-            try:
-                _verify(found)
-                is_whole = True
-                return read(found)
-            except (OSError, ValueError, SafetensorError) as error:
-                if not found.exists():
-                    # newer ones came, and those listed after it may be gone, too
-                    break
-                if is_whole:
-                    raise
-                log.warning("refused: %s", error)
-        else:
-            names = ", ".join(found.name for found in checkpoints)
-            raise ValueError(f"no checkpoint in {path} is whole: {names}")
-    raise FileNotFoundError(
-        f"each checkpoint in {path} was deleted before it was read, {MAX_LISTINGS} times"
-    )
+    # the newest that is whole
+    checkpoints = list_checkpoints(path)
+    if not checkpoints:
+        raise FileNotFoundError(f"no checkpoint step-* in {path}")
+    for found in checkpoints:
+        is_whole = False
+        try:
+            _verify(found)
+            is_whole = True
+            return read(found)
+        except (OSError, ValueError, SafetensorError) as error:
+            if not found.exists():
+                # a training has deleted it, for a newer one
+                return read_checkpoint(path, read)
+            if is_whole:
+                raise
+            log.warning("refused: %s", error)
+    names = ", ".join(found.name for found in checkpoints)
+    raise ValueError(f"no checkpoint in {path} is whole: {names}")
 
 
 def find_checkpoint(path: str | os.PathLike) -> Path:

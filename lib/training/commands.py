@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,11 +67,10 @@ def generate(config: GenerateConfig) -> None:
     if len(prompts) > 1 or not sys.stdout.isatty():
         print_stories(prompts, generate_text(model, tokenizer, prompts, **options))
         return
-    printer = StoryPrinter()
-    printer.write(prompts[0], style=BOLD)
-    show = lambda row, text: printer.write(text)  # noqa: E731
+    show = lambda row, text: print(text, end="", flush=True)  # noqa: E731
+    show(0, _bold(prompts[0]))
     generate_text(model, tokenizer, prompts, on_text=show, **options)
-    printer.close()
+    print()
 
 
 def export(config: ExportConfig) -> Path:
@@ -87,73 +85,13 @@ def import_(config: ImportConfig) -> Path:
     return import_model(config)
 
 
-class StoryPrinter:
-    """Prints a story on the terminal, wrapped at its width.
-
-    A word is held back until the white space after it shows that it is whole.
-
-    Example:
-        printer = StoryPrinter()
-        printer.write("Once upon a", style=BOLD)
-        printer.write(" time ")
-        printer.close()
-    """
-
-    def __init__(self, width: int | None = None) -> None:
-        self.width = width or shutil.get_terminal_size().columns
-        self.column = 0
-        self.spaces = self.word = ""
-        self.word_length = 0
-
-    def write(self, text: str, style: str = "") -> None:
-        """Print `text`; `style` is an escape sequence that is switched on for it."""
-        self.word += style
-        for char in text:
-            if not char.isspace():
-                self.word += char
-                self.word_length += 1
-                continue
-            self._end_word()
-            self.spaces += char
-            if char == "\n":
-                self._print(self.spaces)
-                self.column, self.spaces = 0, ""
-        self.word += PLAIN if style else ""
-        sys.stdout.flush()
-
-    def close(self) -> None:
-        """Print what was held back, and end the line."""
-        self._end_word()
-        self._print("\n")
-        sys.stdout.flush()
-
-    def _end_word(self) -> None:
-        if self.word_length:
-            length = len(self.spaces) + self.word_length
-            if self.column and self.column + length > self.width:
-                self.spaces, self.column, length = "\n", 0, self.word_length
-            self._print(self.spaces)
-            self.column += length
-            self.spaces, self.word_length = "", 0
-        self._print(self.word)
-        self.word = ""
-
-    def _print(self, text: str) -> None:
-        sys.stdout.write(text)
-
-
 def print_stories(prompts: tuple[str, ...], texts: list[str]) -> None:
-    """Print each prompt with the text that continues it; as it is where there is no terminal."""
-    if not sys.stdout.isatty():
-        print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts)))
-        return
-    for index, (prompt, text) in enumerate(zip(prompts, texts)):
-        if index:
-            print()
-        printer = StoryPrinter()
-        printer.write(prompt, style=BOLD)
-        printer.write(text)
-        printer.close()
+    """Print each prompt with the text that continues it; on a terminal the prompts are bold."""
+    print("\n\n".join(_bold(prompt) + text for prompt, text in zip(prompts, texts)))
+
+
+def _bold(text: str) -> str:
+    return f"{BOLD}{text}{PLAIN}" if sys.stdout.isatty() else text
 
 
 def _print_corpus(rows: list[dict[str, Any]]) -> None:

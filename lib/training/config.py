@@ -231,13 +231,7 @@ class SampleConfig:
 
     def options(self) -> dict[str, Any]:
         """The arguments of `lib.training.generation.generate_text` but the prompts."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "seed": self.seed,
-        }
+        return {name: value for name, value in vars(self).items() if name != "prompts"}
 
 
 @settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,6 @@ def evaluate(
     batch_size: int,
     device: torch.device | str,
     max_tokens: int = 0,
-    autocast: torch.dtype | None = None,
 ) -> Evaluation:
     """Predict each of `tokens` but the first once, in sequences that do not overlap, in order.
 
@@ -73,8 +72,6 @@ def evaluate(
         bytes_of_token: (vocab_size,) int64, from the function of that name.
         batch_size: sequences at a time.
         max_tokens: limit on the number of targets, from the start; 0: all.
-        autocast: the dtype of matmuls; None or float32: that of the model's weights. A model in
-            training has its own.
 
     Raises:
         ValueError: an argument is wrong, or differs between ranks; as any error of one rank, it is
@@ -90,7 +87,7 @@ def evaluate(
 
     def losses_here() -> Tensor:
         with in_eval_mode(module):
-            return _mean_losses(model, read, batches, torch.device(device), autocast)
+            return _mean_losses(model, read, batches, device)
 
     read, counts, batches = on_each_rank(checked)
     module: nn.Module
@@ -127,15 +124,14 @@ def _mean_losses(
     model: TransformerLM | Parallel,
     tokens: np.ndarray,
     batches: list[tuple[np.ndarray, int]],
-    device: torch.device,
-    autocast: torch.dtype | None,
+    device: torch.device | str,
 ) -> Tensor:
     """The mean loss of each of this rank's batches, 0 for those of other ranks: (batches,)."""
     # one synchronization at the end instead of one per batch; MPS has no float64
     means = torch.zeros(len(batches), dtype=torch.float32, device=device)
     # not inference_mode: tensors that a compiled model caches there could never be used in training
     # again
-    with torch.no_grad(), _autocast(device, autocast):
+    with torch.no_grad():
         for first in range(0, len(batches), world_size()):
             # in the last round, a rank without a batch of its own takes part all the same
             index = min(first + rank(), len(batches) - 1)
@@ -208,10 +204,6 @@ def _batches(
     if rest:
         batches.append((np.array([num_sequences * context_length]), rest))
     return batches
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None):
-    return nullcontext() if dtype in (None, torch.float32) else torch.autocast(device.type, dtype)
 
 
 def _count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -10,7 +10,6 @@ import codecs
 import dataclasses
 import logging
 import math
-import numbers
 import operator
 import os
 import random
@@ -32,7 +31,7 @@ from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
-from lib.training.checkpoint import load_checkpoint, read_checkpoint
+from lib.training.checkpoint import list_checkpoints, load_checkpoint, read_checkpoint
 from lib.training.config import TrainConfig
 from lib.training.evaluation import in_eval_mode
 
@@ -135,7 +134,6 @@ def generate(
     if not isinstance(stop_token, (Sequence, Set)):
         stop_token = [] if stop_token is None else [stop_token]
     _check_arguments(texts, max_new_tokens, stop_token, vocab_size, model.config.vocab_size)
-    require(hasattr(seed, "__index__"), f"seed must be a whole number, got {seed!r}")
     next_token_probabilities(torch.zeros(1, device="cpu"), temperature, top_k, top_p)
 
     # keys and values of earlier tokens, so that each token is computed once
@@ -149,7 +147,7 @@ def generate(
 
     # a generator for each row: its text does not depend on its neighbors
     with in_eval_mode(model):
-        generators = _generators(int(operator.index(seed)), texts)
+        generators = _generators(operator.index(seed), texts)
         return _extend(texts, probabilities, generators, max_new_tokens, stop_token, on_token)
 
 
@@ -180,7 +178,7 @@ def _extend(
             if not samples[row]:
                 continue
             # a row ends before its stop token, or when it is long enough
-            done[row] = token in stops or len(new[row]) + 1 == max_new_tokens
+            done[row] = token in stops or len(new[row]) + 1 >= max_new_tokens
             if token not in stops:
                 new[row].append(token)
                 if on_token:
@@ -237,11 +235,9 @@ def next_token_probabilities(
         top_p: 1 keeps all.
     """
     message = f"temperature must be at least 0 and finite, got {temperature}"
-    require(temperature is not None and 0 <= temperature < math.inf, message)
-    is_count = hasattr(top_k, "__index__") and top_k >= 0
-    require(is_count, f"top_k must be a whole number, at least 0, got {top_k}")
-    is_share = top_p is not None and 0 < top_p <= 1
-    require(is_share, f"top_p must be more than 0 and at most 1, got {top_p}")
+    require(0 <= temperature < math.inf, message)
+    require(top_k >= 0, f"top_k must be at least 0, got {top_k}")
+    require(0 < top_p <= 1, f"top_p must be more than 0 and at most 1, got {top_p}")
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     is_usable = logits.logsumexp(-1).isfinite().all()
     require(is_usable, "logits must be finite, got NaN, +inf, or a row of -inf")
@@ -303,9 +299,7 @@ def _check_arguments(
     embedded: int,
 ) -> None:
     require(texts, "prompts must have at least one prompt, got none")
-    # a fraction would never be reached
-    is_count = isinstance(max_new_tokens, numbers.Integral) and max_new_tokens >= 0
-    require(is_count, f"max_new_tokens must be a whole number, at least 0, got {max_new_tokens}")
+    require(max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {max_new_tokens}")
     message = f"vocab_size must be between 1 and the model's {embedded}, got {vocab_size}"
     require(1 <= vocab_size <= embedded, message)
     for row, text in enumerate(texts):
@@ -396,15 +390,8 @@ def _with_kernel_for(device: torch.device, model: ModelConfig) -> ModelConfig:
 
 def newest_run(folder: str | os.PathLike = "artifacts/runs") -> Path:
     """The training run in `folder` that saved a checkpoint last."""
-    checkpoints = list(Path(folder).glob("*/checkpoints/step-*"))
-    if not checkpoints:
+    # a folder changes when a checkpoint gets its name there
+    found = [path for path in Path(folder).glob("*/checkpoints") if list_checkpoints(path)]
+    if not found:
         raise FileNotFoundError(f"no training run in {folder}; `python -m lib pipeline` makes one")
-
-    def saved_at(path: Path) -> float:
-        try:
-            return path.stat().st_mtime
-        except FileNotFoundError:
-            # its training has just deleted it
-            return 0.0
-
-    return max(checkpoints, key=saved_at).parents[1]
+    return max(found, key=lambda path: path.stat().st_mtime).parent

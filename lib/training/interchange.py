@@ -136,9 +136,8 @@ def model_card(name: str, run: Path, checkpoint: Path, config: TrainConfig) -> s
 
 def _evaluation(run: Path) -> str:
     """The figures on held-out text: the last in a run's metrics, or a committed model's record."""
-    metrics, record = run / "metrics.jsonl", run / "record.json"
-    lines = read_metrics(metrics) if metrics.is_file() else []
-    last = last_evaluation(lines)
+    record = run / "record.json"
+    last = last_evaluation(read_metrics(run / "metrics.jsonl"))
     if last is not None:
         text = f"held-out text after step {last['step']:,}"
         loss, perplexity = last["validation_loss"], last["validation_perplexity"]
@@ -169,7 +168,7 @@ def import_model(config: ImportConfig) -> Path:
 
     try:
         model = from_llama_config(json.loads((source / "config.json").read_bytes()))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{source / 'config.json'}: {error}") from error
     parts = tokenizer_files.load_huggingface(source / "tokenizer.json")
     tokenizer = Tokenizer.from_parts(parts._replace(end_tokens=_end_tokens(source, parts)))
@@ -199,7 +198,7 @@ def _end_tokens(folder: Path, parts: tokenizer_files.Parts) -> tuple[str, ...] |
         try:
             found = _end_ids(json.loads(path.read_bytes()), parts) if path.is_file() else []
             known = tuple(texts[token_id] for token_id in found if token_id in texts)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: eos_token must be a token or several: {error!r}") from error
         if len(known) < len(found):
             log.warning("%s: eos_token_id %s has no special token, and ends no text", path, found)
@@ -252,7 +251,7 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         names = sorted({*json.loads(index.read_bytes())["weight_map"].values()})
         is_inside = all(Path(name).name == name for name in names)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{index} is not the index of a model: {error!r}") from error
     require(is_inside, f"{index} must name files in its folder, got {', '.join(names)}")
     missing = [name for name in names if not (folder / name).is_file()]

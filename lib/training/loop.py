@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import signal
@@ -40,7 +41,6 @@ from lib.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
     load_optimizer,
-    read_extra,
     rng_state,
     save_checkpoint,
     set_rng_state,
@@ -50,14 +50,12 @@ from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
 from lib.training.metrics import MetricsLog
 from lib.training.run_folder import (
     Run,
-    check_same_run,
     describe_run,
     finished_checkpoint,
     hold_folder,
     is_due,
     is_evaluated,
     open_run,
-    saved_identity,
 )
 from lib.training.step import TrainStep, numerics
 
@@ -106,9 +104,6 @@ class Progress:
 
     unlogged: list[list[float]] = dataclasses.field(default_factory=list)
     """Loss, gradient norm and whether it was skipped, of each step since then."""
-
-    metrics_position: int | None = None
-    """Length in bytes of the metrics file at the time of the checkpoint."""
 
 
 @dataclasses.dataclass
@@ -211,13 +206,7 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
     run, step, progress = training.run, training.step, training.progress
     config = run.config
 
-    # a checkpoint of the last step may lack its evaluation, or the run its description
     was_evaluated = on_first_rank(lambda: is_evaluated(run, progress.steps))
-    if progress.steps == config.steps and was_evaluated:
-        on_first_rank(lambda: describe_run(run))
-        log.info("%s is up to date: %s steps", run.folder, progress.steps)
-        return "up to date"
-
     with contextlib.ExitStack() as files:
         on_first_rank(lambda: _open_files(training, files))
         _start_clock(training)
@@ -245,8 +234,7 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
             shown: dict[str, float] = {}
             if is_last or is_due(progress.steps, config.log_interval):
                 shown |= _log(training)
-            if is_last and training.metrics:
-                training.metrics.move_bar(progress.steps)
+
             if is_saved:
                 _save(training)
             if is_last or is_due(progress.steps, config.eval_interval):
@@ -403,7 +391,7 @@ def _save(training: _Training) -> None:
     run, step, patient = training.run, training.step, training.patient
     _read_log(training)
     _count_time(training)
-    # metrics first, since the checkpoint holds how long their file is
+    # metrics first, since a resumed run goes on from their lines
     on_first_rank(lambda: _sync_metrics(training), patient)
     training.checkpoint = save_checkpoint(
         run.folder / "checkpoints",
@@ -428,7 +416,6 @@ def _sync_metrics(training: _Training) -> None:
     if not training.metrics.path.exists():
         raise FileNotFoundError(f"{training.run.folder} was removed during training")
     training.metrics.sync()
-    training.progress.metrics_position = training.metrics.position
 
 
 # Setting up and resuming
@@ -452,30 +439,17 @@ def _set_up(
     # Weights of the checkpoint.
     if checkpoint is not None:
         # before the model is sharded, since checkpoints hold whole weights
-        loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), patient)
-        progress = Progress(**loaded.extra["progress"])
+        load = functools.partial(load_checkpoint, checkpoint, model=model, verify=False)
+        loaded = on_each_rank(load, patient)
+        # checkpoints of earlier releases hold more
+        names = [field.name for field in dataclasses.fields(Progress)]
+        progress = Progress(**{name: loaded.extra["progress"][name] for name in names})
 
     # Step, with the optimizer, whose state is of the checkpoint too.
     step = TrainStep(model, config, run.device, run.dtype)
     if loaded is not None:
         on_each_rank(lambda: _restore(run, step, loaded), patient)
     return _Training(run, step, progress, patient, on_metrics, checkpoint)
-
-
-def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
-    extra, steps = read_extra(path), run.config.steps
-    if "imported_from" in extra:
-        raise ValueError(
-            f"output must be the folder of a training run or a new one, got {run.folder}, which "
-            "holds an imported model"
-        )
-    check_same_run(run, saved_identity(extra["config"], extra))
-    if extra["progress"]["steps"] > steps:
-        raise ValueError(
-            f"steps must be at least {extra['progress']['steps']}, which the run in {run.folder} "
-            f"has done, got {steps}"
-        )
-    return load_checkpoint(path, model=model, verify=False)
 
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
@@ -499,7 +473,6 @@ def _open_files(training: _Training, files: contextlib.ExitStack) -> None:
         run.folder / "metrics.jsonl",
         total_steps=run.config.steps,
         start_step=progress.steps,
-        resume_at=progress.metrics_position,
         wandb=run.config.wandb,
         tensorboard=run.config.tensorboard,
         run_name=run.folder.name,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import inspect
 import io
 import json
 import logging
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lib.core.files import NO_SPACE, make_folder, no_space_error, sync_folder
+from lib.core.records import read_records
 from lib.core.terminal import advance_bar, bar_size, in_notebook, one_line
 
 # Lines of progress in total where a line can't be overwritten, as in a log file.
@@ -35,15 +35,13 @@ log = logging.getLogger(__name__)
 class MetricsLog:
     """Writes metrics to a JSONL file, shows progress, and logs to W&B on request.
 
-    A context manager; entering it opens the file, and fails if the run can't be resumed there.
+    A context manager. It fails if the run can't be resumed at `path`.
 
     Args:
         path: the file, one JSON object per line. W&B's folder goes beside it.
         total_steps: of the whole run.
-        start_step: the step that a resumed run continues from.
-        resume_at: the `position` saved in the checkpoint that is resumed. Anything after it (lines
-            of steps that will be repeated, a line cut short by a crash) is removed, but for lines
-            of `start_step`, which was evaluated after it was saved. None: start a new file.
+        start_step: the step that a resumed run continues from. Lines of later steps, which will be
+            repeated, and a line cut short by a crash are removed. 0: start a new file.
         wandb: also log to W&B, in the mode given by WANDB_MODE (`offline` if unset). An error there
             is a warning and never ends the run.
         tensorboard: also write TensorBoard's event files, into `tensorboard` beside the file.
@@ -62,31 +60,24 @@ class MetricsLog:
         *,
         total_steps: int,
         start_step: int = 0,
-        resume_at: int | None = None,
         wandb: bool = False,
         tensorboard: bool = False,
         run_name: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        self.path, self.total_steps, self.start_step = Path(path), total_steps, start_step
-        self._resume_at, self.position = resume_at, resume_at or 0
-        """Length of the file in bytes, all lines complete; a checkpoint saves it."""
-        self._wandb, self._run_name, self._config = wandb, run_name, config
-        self._tensorboard = tensorboard
-
-    def __enter__(self) -> MetricsLog:
-        self._file, self.position = _open_at(self.path, self._resume_at, self.start_step)
-        self._run = None
-        if self._wandb:
-            self._run = _start_wandb(self.path.parent, self._run_name, self._config)
+        self.path = Path(path)
+        self._file = _open_after(self.path, start_step)
+        self._run = _start_wandb(self.path.parent, run_name, config) if wandb else None
         self._events = None
-        if self._tensorboard:
+        if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             # hides lines of steps that will be repeated
-            folder, first = self.path.parent / "tensorboard", self.start_step + 1
-            self._events = SummaryWriter(folder, purge_step=first)
-        self._progress = _Progress(self.total_steps, self.start_step)
+            folder = self.path.parent / "tensorboard"
+            self._events = SummaryWriter(folder, purge_step=start_step + 1)
+        self._progress = _Progress(total_steps, start_step)
+
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(
@@ -109,16 +100,15 @@ class MetricsLog:
         """
         record = _map_values(record, lambda x: x.item() if hasattr(x, "item") else x)
         line = json.dumps(_map_values(record, _to_text), ensure_ascii=False, allow_nan=False)
-        data = f"{line}\n".encode()
+        data, start = f"{line}\n".encode(), self._file.tell()
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, "only a part of the line was written")
         except OSError as error:
-            self._file.truncate(self.position)
+            self._file.truncate(start)
             if error.errno in NO_SPACE:
                 raise no_space_error(error, self.path, len(data)) from error
             raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
-        self.position += len(data)
         with self._wandb_errors_as_warnings():
             if self._run is not None:
                 self._run.log(record, step=record.get("step"))
@@ -128,7 +118,7 @@ class MetricsLog:
                     self._events.add_scalar(name, value, record.get("step"))
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk; before a checkpoint that saves `position`."""
+        """Wait until all lines are on the disk; before a checkpoint that counts on them."""
         os.fsync(self._file.fileno())
         sync_folder(self.path.parent)
 
@@ -151,14 +141,6 @@ class MetricsLog:
         }
         self._progress.advance(step, figures)
 
-    def move_bar(self, step: int) -> None:
-        """Move the bar to `step` before its figures are known; a plain line waits for them.
-
-        For the last step, which an evaluation follows that may take long.
-        """
-        if not self._progress.is_plain:
-            advance_bar(self._progress.bar, step - self._progress.bar.n)
-
     @contextlib.contextmanager
     def _wandb_errors_as_warnings(self) -> Iterator[None]:
         try:
@@ -169,25 +151,8 @@ class MetricsLog:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records in the file at `path`, in order; nan, inf and -inf as numbers again.
-
-    A last line that was cut short, as by a crash, is left out; another damaged one is a ValueError.
-    """
-    path = Path(path)
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"must be an object {{…}}, got {type(record).__name__}")
-        except (ValueError, RecursionError) as error:
-            # empty after the last line's end, or cut short
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number} is not a record: {error}") from error
-        records.append(_map_values(record, _to_number))
-    return records
+    """The records in the file at `path`, as `read_records`; nan, inf and -inf as numbers again."""
+    return [_map_values(record, _to_number) for record in read_records(path)]
 
 
 def last_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -195,42 +160,31 @@ def last_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return next((line for line in reversed(lines) if "validation_loss" in line), None)
 
 
-def _open_at(path: Path, resume_at: int | None, step: int) -> tuple[io.FileIO, int]:
-    """Open the file at `path` for appending, made if missing and cut off at `resume_at`.
-
-    Whole lines of `step` that follow are kept. Returns its length, too.
-    """
+def _open_after(path: Path, step: int) -> io.FileIO:
+    """Open the file at `path` for appending, without lines of later steps or one cut short."""
     make_folder(path.parent)
-    position = resume_at or 0
+    if step and not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing, which has the metrics of {step} steps; restore it, or train into "
+            "another output"
+        )
     with open(path, "ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size < position:
-            raise ValueError(
-                f"resume_at must be at most the size of {path}, {size:,} bytes, got {position:,}: "
-                "lines that the checkpoint counts on are missing; restore the file, or train into "
-                "another output"
-            )
-        if position:
-            file.seek(position - 1)
-            if file.read(1) != b"\n":
-                raise ValueError(
-                    f"resume_at must be the end of a line of {path}, got {position:,}, inside one"
-                )
-        file.seek(position)
-        for line in file if resume_at is not None else ():
-            if not line.endswith(b"\n") or _step_of(line) != step:
+        file.seek(0)
+        position = 0
+        for line in file if step else ():
+            if not line.endswith(b"\n") or _step_of(line) > step:
                 break
             position += len(line)
         file.truncate(position)
     # unbuffered, so that no line waits in this process
-    return open(path, "ab", buffering=0), position
+    return open(path, "ab", buffering=0)
 
 
-def _step_of(line: bytes) -> Any:
-    """The step that a line of metrics belongs to; None for a line that is damaged."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        return json.loads(line)["step"]
-    return None
+def _step_of(line: bytes) -> int:
+    """The step that a line of metrics belongs to; 0 for a damaged one, which a reader will name."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return int(json.loads(line)["step"])
+    return 0
 
 
 def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -317,7 +271,7 @@ class _CellText:
 def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) -> Any:
     """Start a W&B run with its files in `folder`; None, with a warning, if that fails.
 
-    Without a key or a network, an online run becomes an offline one. Never prompts.
+    Without a network, an online run becomes an offline one.
     """
     mode = os.environ.get("WANDB_MODE") or "offline"
     if mode == "disabled":
@@ -334,8 +288,6 @@ def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) 
         options = {"dir": str(folder), "config": config, "settings": settings, **names}
         if mode not in ("offline", "dryrun"):
             try:
-                if not _has_wandb_key(wandb):
-                    raise ValueError("no API key is stored")
                 return wandb.init(mode=mode, **options)
             except Exception as error:
                 reason = one_line(error)
@@ -344,10 +296,3 @@ def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) 
     except Exception as error:
         log.warning("W&B does not work here (%s); the run continues without it", one_line(error))
         return None
-
-
-def _has_wandb_key(wandb: Any) -> bool:
-    """Whether an API key is stored; without one `wandb.init` would prompt."""
-    if "prompt" in inspect.signature(wandb.login).parameters:
-        return wandb.login(prompt=False, verify=False)
-    return bool(wandb.api.api_key)

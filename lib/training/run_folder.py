@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lib.core.files import lock_folder, make_folder, sha256_file, write_atomically
 from lib.core.hardware import check_compiler, pick_device, pick_dtype
 from lib.core.records import provenance
-from lib.core.settings import from_json, to_dict, to_json
+from lib.core.settings import to_dict, to_json
 from lib.data.batches import BatchSampler
 from lib.data.token_array import load_token_array, read_manifest
 from lib.ddp.process_group import (
@@ -172,7 +172,10 @@ def _take_folder(run: Run, lock: contextlib.ExitStack) -> tuple[Path | None, str
     # again, since another process may have started a run here before this one had the lock
     _check_folder(run)
     newest = newest_checkpoint(checkpoints)
-    return newest, sha256_file(newest / "manifest.json") if newest else None
+    if newest is None:
+        return None, None
+    _check_continues(run, read_extra(newest))
+    return newest, sha256_file(newest / "manifest.json")
 
 
 def _check_shared(folder: Path, newest: Path | None, sha256: str | None) -> None:
@@ -200,24 +203,21 @@ def finished_checkpoint(run: Run) -> Path | None:
     except (ValueError, FileNotFoundError):
         # damaged or gone: `newest_checkpoint` will name it and take the one before
         return None
-    check_same_run(run, saved_identity(extra["config"], extra))
+    check_same_run(run, saved_identity(extra))
     return saved[0]
 
 
 def is_evaluated(run: Run, step: int) -> bool:
     """Whether the metrics have the evaluation that is due after `step`, if any is.
 
-    A run that was saved at `step` and then failed lacks it. Metrics that are missing or damaged are
-    the concern of the code that writes to them.
+    A run that was saved at `step` and then failed lacks it. Metrics that are missing are the
+    concern of the code that writes to them.
     """
     path = run.folder / "metrics.jsonl"
     is_last = step == run.config.steps
     if step == 0 or not (is_last or is_due(step, run.config.eval_interval)) or not path.exists():
         return True
-    try:
-        last = last_evaluation(read_metrics(path))
-    except ValueError:
-        return True
+    last = last_evaluation(read_metrics(path))
     return last is not None and last["step"] >= step
 
 
@@ -230,7 +230,7 @@ def describe_run(run: Run) -> None:
     """Write what a run's folder needs beside its checkpoints: config, tokenizer, provenance."""
     record = provenance(run.config.seed, device=run.device) | {"data_sha256": run.data_sha256}
     del record["config"]
-    # so that run.json alone tells whether another split of a step is the same run
+    # so that run.json alone tells how a step was split
     record |= {name: run.identity[name] for name in BATCH_FIELDS}
     write_atomically(run.folder / "run.json", json.dumps(record, indent=2) + "\n")
     write_atomically(run.folder / "config.json", to_json(run.config) + "\n")
@@ -342,11 +342,11 @@ def _identity(fields: dict[str, Any], data_sha256: dict[str, str]) -> dict[str, 
     }
 
 
-def saved_identity(config: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a saved run; `record` is run.json or a checkpoint's `extra`."""
-    batch = {name: record[name] for name in BATCH_FIELDS if name in record}
-    # old records of one process lack the world size
-    return _identity({"world_size": 1} | config | batch, record["data_sha256"])
+def saved_identity(extra: dict[str, Any]) -> dict[str, Any]:
+    """The identity of the run that saved a checkpoint with this `extra`."""
+    # old checkpoints of one process lack the world size
+    fields = extra["config"] | {"world_size": extra.get("world_size", 1)}
+    return _identity(fields, extra["data_sha256"])
 
 
 def _sequences_per_step(fields: dict[str, Any]) -> int:
@@ -359,7 +359,7 @@ def _split(fields: dict[str, Any]) -> str:
 
 
 def _check_folder(run: Run) -> None:
-    """Refuse a folder that holds another run, or any run if `resume` is false."""
+    """Refuse a folder of something else, or one that holds a run if `resume` is false."""
     folder = run.folder
     config_path, record_path = folder / "config.json", folder / "run.json"
     if not run.config.resume and (config_path.exists() or any(folder.glob("checkpoints/step-*"))):
@@ -372,14 +372,22 @@ def _check_folder(run: Run) -> None:
                     f"output must be new or the folder of a run, got {folder}, which has "
                     f"{path.name} but neither run.json nor checkpoints"
                 )
-    # where one is missing, the checkpoint's own record is compared when it is loaded
-    if config_path.exists() and record_path.exists():
-        config = to_dict(from_json(TrainConfig, config_path))
-        try:
-            before = saved_identity(config, json.loads(record_path.read_text()))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{record_path} is damaged; remove it to resume without it") from error
-        check_same_run(run, before)
+
+
+def _check_continues(run: Run, extra: dict[str, Any]) -> None:
+    """Refuse to resume from a checkpoint with this `extra` unless the run goes on from it."""
+    if "imported_from" in extra:
+        raise ValueError(
+            f"output must be the folder of a training run or a new one, got {run.folder}, which "
+            "holds an imported model"
+        )
+    check_same_run(run, saved_identity(extra))
+    steps = extra["progress"]["steps"]
+    if steps > run.config.steps:
+        raise ValueError(
+            f"steps must be at least {steps}, which the run in {run.folder} has done, got "
+            f"{run.config.steps}"
+        )
 
 
 def check_same_run(run: Run, before: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import shutil
 import time
@@ -14,8 +13,6 @@ from typing import Any
 from lib.core.files import try_lock_folder
 from lib.core.settings import require, settings
 from lib.training.metrics import last_evaluation, read_metrics
-
-log = logging.getLogger(__name__)
 
 
 @settings
@@ -60,47 +57,26 @@ class StoredRun:
 
 def stored_runs(runs_dir: Path) -> list[StoredRun]:
     """The runs in `runs_dir`, the newest first."""
-    found = []
-    for folder in runs_dir.iterdir() if runs_dir.is_dir() else ():
-        if not folder.is_dir():
-            continue
-        try:
-            changed = folder.stat().st_mtime
-            numbers = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
-        except FileNotFoundError:
-            # removed meanwhile
-            continue
-        files = _stats(folder)
-        metrics = folder / "metrics.jsonl"
-        # one damaged run must not hide the others
-        try:
-            lines = read_metrics(metrics)
-        except FileNotFoundError:
-            lines = []
-        except (OSError, ValueError) as error:
-            log.warning("%s", error)
-            lines = []
-        last = last_evaluation(lines) or {}
-        found.append(
-            StoredRun(
-                folder,
-                step=max((int(number) for number in numbers if number.isdecimal()), default=None),
-                bits_per_byte=last.get("validation_bits_per_byte"),
-                num_bytes=sum(file.st_size for file in files),
-                changed=max((file.st_mtime for file in files), default=changed),
-            )
-        )
-    return sorted(found, key=lambda run: run.changed, reverse=True)
+    folders = [path for path in runs_dir.glob("*") if path.is_dir()]
+    return sorted(map(_stored_run, folders), key=lambda run: run.changed, reverse=True)
 
 
-def _stats(folder: Path) -> list[os.stat_result]:
-    """The status of each file in `folder`; files that vanish meanwhile are left out."""
-    found = []
+def _stored_run(folder: Path) -> StoredRun:
+    # a training may delete files meanwhile
+    stats = []
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                found.append(os.stat(os.path.join(parent, name)))
-    return found
+                stats.append(os.stat(os.path.join(parent, name)))
+    last = last_evaluation(read_metrics(folder / "metrics.jsonl")) or {}
+    numbers = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
+    return StoredRun(
+        folder,
+        step=max((int(number) for number in numbers if number.isdecimal()), default=None),
+        bits_per_byte=last.get("validation_bits_per_byte"),
+        num_bytes=sum(stat.st_size for stat in stats),
+        changed=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
+    )
 
 
 def list_runs(config: RunsConfig) -> int:
@@ -125,15 +101,13 @@ def remove_runs(config: RemoveRunsConfig) -> int:
     """Ask about each run in `names`, and remove it; return the exit code, 1 if one was kept.
 
     Raises:
-        ValueError: a name is no run, a link, or one that is being trained; nothing was removed.
+        ValueError: a name is no run, or one that is being trained; nothing was removed.
     """
     runs = {run.folder.name: run for run in stored_runs(config.runs_dir)}
     unknown = [name for name in config.names if name not in runs]
     if unknown or not config.names:
         known = ", ".join(runs) or "none"
         raise ValueError(f"names must be runs in {config.runs_dir}: {known}; got {unknown}")
-    links = [name for name in config.names if runs[name].folder.is_symlink()]
-    require(not links, f"names must be folders, not links to them, got {', '.join(links)}")
     chosen = list(dict.fromkeys(runs[name] for name in config.names))
     going = [run for run in chosen if config.yes or _confirmed(f"Remove {run}? [y/N] ")]
     with contextlib.ExitStack() as locks:
@@ -144,16 +118,9 @@ def remove_runs(config: RemoveRunsConfig) -> int:
         require(not busy, f"names must be runs that are not in training, got {', '.join(busy)}")
         for run in chosen:
             if run in going:
-                _remove(run.folder)
+                shutil.rmtree(run.folder)
             print(f"{'removed' if run in going else 'kept'}: {run}")
     return int(going != chosen)
-
-
-def _remove(folder: Path) -> None:
-    """Delete `folder` with all that it holds, even if someone else deletes files in it, too."""
-    while folder.exists():
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
 
 
 def _confirmed(question: str) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lib.core.allocator import synchronize
 from lib.core.hardware import check_compiler
 from lib.core.ranges import annotate
-from lib.ddp.process_group import before_leaving, mean_over_ranks, on_each_rank, world_size
+from lib.ddp.process_group import before_leaving, mean_over_ranks, world_size
 from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
@@ -100,9 +100,6 @@ class TrainStep:
             *shape, model.config.context_length + 1, dtype=torch.int64, device=device
         )  # (passes, batch, context_length + 1)
 
-        # Whether the ranks have compared their first sequences.
-        self.has_begun = False
-
         # The loss scale of float16, and the steps since it changed.
         self.uses_scale = dtype == torch.float16
         self.loss_scale = torch.tensor(FIRST_LOSS_SCALE if self.uses_scale else 1.0, device=device)
@@ -123,18 +120,8 @@ class TrainStep:
         Args:
             sequences: this rank's sequences, (gradient_accumulation_steps · batch_size,
                 context_length + 1) int64: inputs, and targets one position later.
-
-        Raises:
-            ValueError: `sequences` has another shape or dtype; in the first step on all ranks.
         """
         with annotate("training step"):
-            # in the first step, what one rank refuses all do
-            if self.has_begun:
-                self._check(sequences)
-            else:
-                on_each_rank(lambda: self._check(sequences), self.group)
-                self.has_begun = True
-
             # Input: into the tensors that a CUDA graph reads.
             self.sequences.copy_(sequences.view_as(self.sequences), non_blocking=True)
             self.lr.fill_(lr)
@@ -145,14 +132,6 @@ class TrainStep:
             else:
                 self._step()
             self.unread += 1
-
-    def _check(self, sequences: Tensor) -> None:
-        shape = self.sequences.flatten(0, 1).shape
-        if (sequences.shape, sequences.dtype) != (shape, torch.int64):
-            raise ValueError(
-                f"sequences must be int64 of shape {tuple(shape)}, got {sequences.dtype} of "
-                f"{tuple(sequences.shape)}"
-            )
 
     def _step(self) -> None:
         # As few operations as possible besides model and optimizer: small models feel each kernel.
@@ -291,16 +270,11 @@ class TrainStep:
 
 @contextlib.contextmanager
 def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
-    """Set PyTorch's global switches for speed or repeatability, and restore them afterwards.
-
-    The default dtype is float32 meanwhile.
-    """
-    dtype = torch.get_default_dtype()
+    """Set PyTorch's global switches for speed or repeatability, and restore them afterwards."""
     precision = torch.get_float32_matmul_precision()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         # older releases of PyTorch refuse matmuls on a GPU without it
@@ -311,7 +285,6 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
         # setting it loads PyTorch's compiler, for seconds
         if torch.are_deterministic_algorithms_enabled() != was_deterministic:

@@ -19,7 +19,7 @@ from lib.core.settings import require
 
 # The dtypes that safetensors has, and their names there.
 DTYPES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-DTYPES |= {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.complex64: "C64"}
+DTYPES |= {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
@@ -44,7 +44,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     with atomic_write(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+            plain = tensors[name].detach().cpu().contiguous()
             # one element may have any stride
             flat = plain.as_strided((plain.numel(),), (1,))
             file.write(flat.view(torch.uint8).numpy().data)
@@ -62,18 +62,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def check_tensors(what: str, tensors: Mapping[Any, Any]) -> None:
     """Raise a `ValueError` that names the tensor of `what` that cannot be written."""
     for name, value in tensors.items():
-        prefix = f"{what}: {name} must be "
-        kind = type(name).__name__
-        require(isinstance(name, str), f"{prefix}named by text, got a {kind}")
-        message = "under another name, which safetensors reserves"
-        require(name != "__metadata__", prefix + message)
-        kind = type(value).__name__
-        require(isinstance(value, Tensor), f"{prefix}a tensor, got {kind}")
-        message = f"dense, got {value.layout}; save value.to_dense()"
-        require(value.layout == torch.strided, prefix + message)
-        require(not value.is_meta, f"{prefix}a tensor with memory, but is on device meta")
-        message = f"of another dtype, since safetensors has no dtype {value.dtype}"
-        require(value.dtype in DTYPES, prefix + message)
+        is_tensor = isinstance(value, Tensor)
+        fits = is_tensor and value.layout == torch.strided and value.dtype in DTYPES
+        found = f"{value.layout} {value.dtype}" if is_tensor else type(value).__name__
+        message = f"{what}: {name} must be a dense tensor of a dtype that safetensors has"
+        require(fits, f"{message}, got {found}")
 
 
 def find_tied(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -81,8 +74,7 @@ def find_tied(tensors: dict[str, Tensor]) -> dict[str, str]:
     first, tied = {}, {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        # x and x.conj() share memory, and differ in how it is read
-        kept = first.setdefault((*memory, tensor.is_conj(), tensor.is_neg()), name)
+        kept = first.setdefault(memory, name)
         if kept != name:
             tied[name] = kept
     return tied
@@ -91,9 +83,6 @@ def find_tied(tensors: dict[str, Tensor]) -> dict[str, str]:
 def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON values that `unpack` restores; its tensors go into `tensors`, by path."""
     if isinstance(value, Tensor):
-        while path in tensors:
-            # the keys "1" and 1, or "a.b" and "a" with "b" inside
-            path += "'"
         tensors[path] = value
         return {"tensor": path}
     if isinstance(value, dict):

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
-from lib.core.charts import bars, gantt, heat, ink_on, lines, roofline
-from lib.core.figures import BLUE, INK, PAPER, SKY, alt_text, save_figure
+from lib.core.charts import bars, gantt, heat, lines, roofline
+from lib.core.figures import PAPER, SKY, alt_text, save_figure
 
 matplotlib.use("Agg")
 
@@ -108,10 +108,6 @@ def test_the_roof_bends_at_the_ridge():
     roof, _, point = plt.gca().lines
     assert [roof.get_xdata()[1], *roof.get_ydata()[1:]] == [10, 10, 10]
     assert [*point.get_xdata(), *point.get_ydata()] == [1, 0.1]
-
-
-def test_text_is_dark_on_light_colors_and_light_on_dark_ones():
-    assert [ink_on(color) for color in (SKY, PAPER, BLUE, INK)] == [INK, INK, PAPER, PAPER]
 
 
 def test_heat_refuses_what_is_no_matrix():

@@ -1,6 +1,5 @@
 """Figures in the house style, on disk."""
 
-import os
 import re
 
 import matplotlib
@@ -29,13 +28,14 @@ def test_a_saved_figure_is_opaque_sharper_than_described_and_always_the_same(tmp
         for folder in ("a", "b"):
             with house_figure(width=3, height=2) as (figure, axes):
                 draw(axes)
-                files.append(save_figure(figure, tmp_path / folder / f"f.{ending}", alt="Rises."))
+                files.append(save_figure(figure, tmp_path / folder / f"f.{ending}"))
         assert files[0].read_bytes() == files[1].read_bytes()
     image = Image.open(tmp_path / "a/f.png")
     assert image.size == (450, 300)
     assert np.asarray(image.convert("RGBA"))[..., 3].min() == 255
-    assert image.text["Description"] == "Rises."
-    assert sorted(os.listdir(tmp_path / "a")) == ["f.png", "f.svg"]
+    assert image.text["Description"] == "Speed: time (s) against size (MB), for one, two."
+    with pytest.raises(ValueError, match=r"\.png or \.svg"):
+        save_figure(figure, tmp_path / "figure.jpg")
 
 
 def test_text_and_lines_stand_out_from_the_paper_and_series_from_one_another():
@@ -69,26 +69,7 @@ def test_a_logarithmic_axis_has_plain_digits():
         assert not any("^" in text for text in texts)
 
 
-def test_an_axis_without_a_label_and_an_unknown_file_type_are_rejected_by_name(tmp_path):
-    with house_figure() as (figure, axes):
-        # the axes of a color bar have no ticks to label
-        image = axes.imshow(np.eye(3))
-        axes.set(xlabel="queries", ylabel="keys", title="Speed")
-        figure.colorbar(image, label="TFLOP/s")
-        with pytest.raises(ValueError, match=r"\.png or \.svg"):
-            save_figure(figure, tmp_path / "figure.jpg")
-        axes.set_ylabel("")
-        with pytest.raises(ValueError, match="the y axis of 'Speed' must have a label"):
-            save_figure(figure, tmp_path / "figure.png")
-        assert os.listdir(tmp_path) == []
-        axes.set_ylabel("keys")
-        assert save_figure(figure, tmp_path / "figure.png").exists()
-
-
 def test_alt_text_names_title_axes_and_series_in_one_line():
-    with house_figure() as (figure, axes):
-        draw(axes)
-        assert alt_text(figure) == "Speed: time (s) against size (MB), for one, two."
     with house_figure(ncols=2) as (figure, (left, right)):
         for axes in (left, right):
             axes.set(title="Two\nlines", xlabel="x", ylabel="y")

@@ -23,7 +23,6 @@ from lib.core.files import (
     sha256_file,
     sync_folder,
     write_atomically,
-    write_together,
 )
 
 
@@ -54,13 +53,11 @@ def test_an_error_leaves_the_old_file_and_no_remains_and_names_the_file(tmp_path
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_path_below_a_file_is_rejected_by_name(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_rejected_by_name(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(NotADirectoryError, match=r"not a folder.*file'"):
         write_atomically(tmp_path / "file" / "below", b"")
 
-
-def test_a_folder_that_cannot_be_written_to_is_rejected_by_name(tmp_path, monkeypatch):
     def refuse(dir):
         raise PermissionError(errno.EACCES, "Permission denied", str(dir / "x"))
 
@@ -134,16 +131,3 @@ def test_a_folder_whose_disk_fails_is_not_taken_for_written(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="planted") if is_raised else contextlib.nullcontext():
         sync_folder(tmp_path)
-
-
-def test_of_several_files_all_are_written_or_none(tmp_path):
-    (tmp_path / "folder").mkdir()
-    write_together({tmp_path / "a": "1", tmp_path / "b": b"1"})
-    with pytest.raises(IsADirectoryError) as caught:
-        write_together({tmp_path / "a": "2", tmp_path / "folder": "2"})
-    # the file that was asked for, not the one that is written first
-    assert caught.value.filename == str(tmp_path / "folder")
-    with pytest.raises(UnicodeEncodeError):
-        write_together({tmp_path / "a": "3", tmp_path / "b": "\udcff"})
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "folder"}
-    assert (tmp_path / "a").read_text() == "1"

@@ -10,7 +10,6 @@ import torch
 
 from lib.core import ranges as core_ranges
 from lib.core.ranges import annotate
-from lib.model.attention import attention
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.training.config import OptimizerConfig, TrainConfig
@@ -42,10 +41,6 @@ def ranges_of(function, tmp_path) -> list[str]:
         around.append(event)
         paths.append("/".join(event["name"] for event in around))
     return paths
-
-
-def naive(q):
-    return attention(q, q, q, kernel="vectorized_torch")
 
 
 def make_step():
@@ -90,29 +85,6 @@ def test_a_training_step_is_nested_as_it_runs(tmp_path):
         *blocks,
         *(f"training step/{name}" for name in ends),
     ]
-
-
-def test_a_function_that_calls_itself_nests(tmp_path):
-    def down(count: int) -> int:
-        with annotate("down"):
-            return count and down(count - 1)
-
-    with core_ranges.enabled():
-        found = ranges_of(lambda: down(2), tmp_path)
-    assert found == ["down", "down/down", "down/down/down"]
-    # none is left open
-    assert ranges_of(lambda: down(2), tmp_path) == []
-
-
-def test_an_error_passes_and_closes_the_range(tmp_path):
-    def fails():
-        with pytest.raises(KeyError), annotate("outer"):
-            raise KeyError
-        with annotate("after"):
-            pass
-
-    with core_ranges.enabled():
-        assert ranges_of(fails, tmp_path) == ["outer", "after"]
 
 
 def test_ranges_are_on_in_the_block_and_its_thread_alone(tmp_path):
@@ -178,9 +150,3 @@ def test_nvtx_ranges_open_and_close_in_order(monkeypatch):
     with core_ranges.enabled(nvtx=True), annotate("x"), annotate("y"):
         pass
     assert calls == ["x", "y", "pop", "pop"]
-
-
-@pytest.mark.gpu
-def test_nvtx_ranges_are_free_of_graph_breaks():
-    with core_ranges.enabled(nvtx=True):
-        assert len(compiled_graphs(naive, torch.ones(1, 2, 8, 4, device="cuda"))) == 1

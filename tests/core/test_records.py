@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -128,11 +127,6 @@ def test_records_in_a_frame_are_those_with_the_values_asked_for(tmp_path):
     assert set(records("sharding_benchmark", backend="nccl", ranks=4)["ranks"]) == {4}
 
 
-def test_pandas_is_loaded_for_tables_only():
-    code = "import sys, lib.core.records; print('pandas' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
-
-
 # Provenance
 
 
@@ -155,10 +149,10 @@ def test_provenance_names_the_gpu_when_torch_is_loaded_and_sees_one(monkeypatch)
     assert provenance(device="cpu")["device"] == provenance()["cpu"]
 
 
-def test_provenance_imports_neither_torch_nor_numpy():
+def test_provenance_imports_neither_torch_nor_numpy_nor_pandas():
     code = (
         "import sys; from lib.core.records import provenance; record = provenance();"
-        "print({'torch', 'numpy'} & {*sys.modules}, record['versions']['torch'])"
+        "print({'torch', 'numpy', 'pandas'} & {*sys.modules}, record['versions']['torch'])"
     )
     output = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert output.split() == ["set()", torch.__version__]
@@ -186,35 +180,20 @@ def test_commit_is_of_this_checkout_and_dirty_looks_at_the_code_only(tmp_path, m
     assert lib.core.records._git_state() == nothing
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(b"", b"\0" * 4096, b"[1]", b'{"a": 1', b"\xff\xfe{}", b'{"a": ' + b"9" * 5000 + b"}"),
-        # what `append_record` refuses to write
-        *(b'{"figures": {"ms": NaN}}', b'{"figures": {"ms": -Infinity}}'),
-        b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
-    ],
-)
-def test_a_line_that_is_no_record_is_skipped_by_its_number_whatever_is_in_it(tmp_path, line):
-    path = tmp_path / "records $HOME ü.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n' + line + b'\n{"b": 2}')
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+# the last is what `append_record` refuses to write
+@pytest.mark.parametrize("line", [b"\0" * 4096, b"[1]", b"\xff\xfe{}", b'{"ms": -Infinity}'])
+def test_a_line_that_is_no_record_is_skipped_by_its_number(tmp_path, line):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n' + line + b'\n{"b": 2}')
+    with pytest.warns(UserWarning, match=r"records\.jsonl:3 is not a record, skipped: ") as caught:
         assert read_records(path) == [{"a": 1}, {"b": 2}]
-    said = [str(warning.message) for warning in caught]
-    assert len(said) == bool(line)
-    assert all(text.startswith(f"{path}:2 is not a record, skipped: ") for text in said)
-    assert line != b"[1]" or said[0].endswith("must be an object, got list")
+    assert len(caught) == 1
 
 
 def test_a_record_that_json_cannot_hold_is_refused_with_its_file_and_leaves_none(tmp_path):
     path = tmp_path / "r.jsonl"
-    endless: dict = {}
-    endless["self"] = endless
-    bad_figure = {"figures": {"loss": math.nan}}
-    for record in ({(1, 2): 3}, endless, {"a": {1, 2}}, {"a": math.inf}, bad_figure):
-        named = r".*figures\.loss is nan" if record is bad_figure else ""
-        with pytest.raises(ValueError, match=r"record for .*r\.jsonl: " + named):
+    for record, said in (({"a": {1, 2}}, ""), ({"a": {"loss": math.nan}}, r".*a\.loss is nan")):
+        with pytest.raises(ValueError, match=r"record for .*r\.jsonl: " + said):
             append_record(path, record)
     assert not path.exists()
     # a path with bytes that are no text costs no measurement

@@ -1,4 +1,4 @@
-"""Stories on a terminal: no word is broken, and nothing is lost; bars where somebody sees them."""
+"""Stories on a terminal have bold prompts; bars are shown where somebody sees them."""
 
 import fcntl
 import os
@@ -12,34 +12,10 @@ from pathlib import Path
 import pytest
 
 from lib.core.terminal import progress_bar
-from lib.training.commands import BOLD, PLAIN, StoryPrinter, print_stories
-
-STORY = "Once upon a time,\n\nthere was a fox   named Incomprehensibility-Extraordinaire.  "
+from lib.training.commands import BOLD, PLAIN, print_stories
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_lines_break_between_words_however_the_text_arrives(capsys, size):
-    printer = StoryPrinter(width=12)
-    for start in range(0, len(STORY), size):
-        printer.write(STORY[start : start + size])
-    printer.close()
-    assert capsys.readouterr().out.splitlines() == [
-        *("Once upon a", "time,", "", "there was a", "fox   named"),
-        "Incomprehensibility-Extraordinaire.",
-    ]
-
-
-def test_a_style_ends_inside_a_word_and_takes_no_room(capsys):
-    printer = StoryPrinter(width=9)
-    printer.write("one tw", style=BOLD)
-    printer.write("o th")
-    assert capsys.readouterr().out == f"{BOLD}one tw{PLAIN}o"
-    printer.write("ree")
-    printer.close()
-    assert capsys.readouterr().out == "\nthree\n"
-
-
-def test_where_there_is_no_terminal_texts_are_printed_as_they_are(capsys, monkeypatch):
+def test_prompts_are_bold_on_a_terminal_alone(capsys, monkeypatch):
     print_stories(("a", "b"), [" c" * 100, "\nd"])
     assert capsys.readouterr().out == "a" + " c" * 100 + "\n\nb\nd\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -58,29 +34,12 @@ def test_progress_counts_bytes_where_there_is_a_terminal(capsys, monkeypatch, is
     assert bool(capsys.readouterr().err) == is_terminal
 
 
-BAR = """
-from lib.core.terminal import progress_bar
-with progress_bar("text", 1000) as progress:
-    progress(0)
-    progress(1)
-    progress(999)
-"""
-STEPS = """
-import sys
-from lib.training.metrics import MetricsLog
-with MetricsLog(sys.argv[1], total_steps=1000) as metrics:
-    metrics.advance(999)
-    metrics.advance(1000)
-    print("the last checkpoint is written")
-"""
-
-
-def on_terminal(code: str, *words: str, columns: int, lines: int, **variables: str) -> str:
+def on_terminal(code: str, *, columns: int, lines: int, **variables: str) -> str:
     """The text that `code` writes to a terminal of this size."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     streams = {"stdin": child, "stdout": child, "stderr": child}
-    command = [sys.executable, "-c", code, *words]
+    command = [sys.executable, "-c", code]
     text = b""
     with subprocess.Popen(
         command, **streams, cwd=Path(__file__).parents[2], env=os.environ | variables
@@ -97,23 +56,27 @@ def on_terminal(code: str, *words: str, columns: int, lines: int, **variables: s
     return text.decode()
 
 
+BAR = """
+from lib.core.terminal import progress_bar
+with progress_bar("text", 1000) as progress:
+    progress(1)
+    progress(999)
+    print("what comes after the last call")
+"""
+
+
 @pytest.mark.parametrize(
     ("size", "variables", "width"),
     [((60, 24), {}, 60), ((0, 0), {"COLUMNS": "0"}, 80), ((0, 24), {"COLUMNS": "50"}, 50)],
 )
-@pytest.mark.parametrize("code", [BAR, STEPS])
-def test_a_bar_fits_a_terminal_of_any_size_and_shows_its_end(
-    tmp_path, code, size, variables, width
-):
+def test_a_bar_fits_a_terminal_of_any_size_and_shows_its_end(size, variables, width):
     columns, lines = size
-    path = str(tmp_path / "metrics.jsonl")
-    text = on_terminal(code, path, columns=columns, lines=lines, **variables)
-    before_close = text.split("the last checkpoint")[0] if code == STEPS else text
-    drawn = [part for part in before_close.split("\r") if part.strip()]
-    assert "1000/1000" in drawn[-1] or "100%" in drawn[-1]
+    text = on_terminal(BAR, columns=columns, lines=lines, **variables).split("what comes")[0]
+    drawn = [part for part in text.split("\r") if part.strip()]
+    assert "100%" in drawn[-1]
     assert all(len(part) <= width for part in drawn)
     # a bar of bytes fills the line
-    assert code == STEPS or len(drawn[-1]) >= width - 1
+    assert len(drawn[-1]) >= width - 1
 
 
 def test_a_bar_moves_on_after_many_bytes_at_once(capsys, monkeypatch):

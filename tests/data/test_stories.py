@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from itertools import islice
 
 import pytest
 
@@ -42,21 +41,6 @@ def test_a_longer_request_begins_with_the_shorter_one():
         *before, _ = short.removesuffix(ENDING).split(ENDING)
         assert short.endswith(ENDING)
         assert sum(len(story + ENDING) for story in before) < num_bytes <= len(short)
-
-
-def test_blocks_are_whole_stories():
-    for block in islice(generate_stories(2_000_000), 4):
-        assert block.endswith(ENDING)
-        assert not block.startswith(("\n", SEPARATOR))
-
-
-def test_seeds_and_splits_give_other_stories():
-    texts = [
-        stories_of(300_000, seed=seed, split=split)
-        for seed in (0, 1)
-        for split in ("train", "validation")
-    ]
-    assert len(set().union(*texts)) == sum(map(len, texts))
 
 
 def test_train_and_validation_share_no_story_by_construction(monkeypatch):
@@ -136,8 +120,6 @@ def test_what_was_lost_is_found(stories):
     ("arguments", "message"),
     [
         ({"num_bytes": 0}, "num_bytes must be a whole number, at least 1, got 0"),
-        ({"num_bytes": 1.5}, "num_bytes must be"),
-        ({"num_bytes": True}, "num_bytes must be"),
         ({"num_bytes": 10, "seed": -1}, "seed must be"),
         ({"num_bytes": 10, "split": "test"}, "split must be one of train, validation, got 'test'"),
     ],

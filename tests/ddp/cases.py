@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,23 +41,17 @@ def input_of(number: int, width: int = 4) -> Tensor:
     return torch.full((2, width), 1.0 + number)
 
 
-def step_of(model: nn.Module, width: int = 4, dtype: torch.dtype = torch.float32) -> None:
+def step_of(model: nn.Module, width: int = 4) -> None:
     """Forward, backward and finish on this rank's own input."""
-    model(input_of(rank(), width).to(dtype)).square().mean().backward()
+    model(input_of(rank(), width)).square().mean().backward()
     model.finish_gradient_synchronization()
 
 
-def check_mean(
-    module: nn.Module,
-    alone: nn.Module,
-    what: str,
-    width: int = 4,
-    dtype: torch.dtype = torch.float32,
-) -> None:
+def check_mean(module: nn.Module, alone: nn.Module, what: str, width: int = 4) -> None:
     """Gradients are those of one process on the inputs of both ranks."""
     alone.zero_grad()
     for number in range(2):
-        (alone(input_of(number, width).to(dtype)).square().mean() / 2).backward()
+        (alone(input_of(number, width)).square().mean() / 2).backward()
     for param, expected in zip(module.parameters(), alone.parameters()):
         torch.testing.assert_close(
             param.grad, expected.grad, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}"
@@ -155,42 +148,6 @@ def check_gradients_take_their_own_memory_only_and_zero_grad_frees_it() -> None:
     assert buffer() is None
 
 
-class Joined(nn.Module):
-    """Parameters of 3 and 4 elements, and the input between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.params = nn.ParameterList([torch.ones(3), torch.ones(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.params[0], x, self.params[1]]) * torch.arange(1.0, 9.0)
-
-
-def check_gradients_that_are_not_the_modules_are_left_alone() -> None:
-    for name in OURS:
-        model = WRAPPERS[name](Joined())
-        for _ in range(2):
-            model.zero_grad()
-            x = torch.ones(1, requires_grad=True)
-            (model(x) * (rank() + 1)).sum().backward()
-            model.finish_gradient_synchronization()
-        # the fourth of the factors, times this rank's
-        assert x.grad.item() == 4.0 * (rank() + 1), name
-
-
-def check_gradients_may_be_dropped_before_finish() -> None:
-    for name in OURS:
-        model = wrap(name, stack())
-        for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-            model.zero_grad()
-            model.finish_gradient_synchronization()
-            left = [param.grad for param in model.parameters() if param.grad is not None]
-            assert not any(grad.any() for grad in left), name
-        step_of(model)
-        check_mean(model.module, copy.deepcopy(model.module), name)
-
-
 def check_a_forgotten_finish_is_an_error_at_the_next_forward() -> None:
     for name in OURS:
         model = wrap(name, stack())
@@ -200,18 +157,6 @@ def check_a_forgotten_finish_is_an_error_at_the_next_forward() -> None:
             assert message.startswith("RuntimeError: forward after a backward pass"), message
             model.finish_gradient_synchronization()
             model(torch.ones(2, 4))
-
-
-def check_a_second_backward_is_an_error_that_names_the_parameter() -> None:
-    for name in OURS:
-        model = wrap(name, stack())
-        step_of(model)
-        loss = model(torch.ones(2, 4)).sum()
-        loss.backward(retain_graph=True)
-        message = message_of(loss.backward)
-        assert message.startswith("RuntimeError: the gradient of 2.weight grew again"), message
-        model.finish_gradient_synchronization()
-        step_of(model)
 
 
 class Raise(torch.autograd.Function):
@@ -263,7 +208,7 @@ def check_what_cannot_be_averaged_is_refused_by_name() -> None:
     step_of(model)
     module[0] = nn.Linear(4, 6)
     message = message_of(lambda: step_of(model))
-    words = "RuntimeError: parameter 0.weight was added after the module was wrapped"
+    words = "RuntimeError: parameter 0.weight was replaced after the module was wrapped"
     assert message.startswith(words), message
     sparse = BucketedDDP(nn.Embedding(5, 4, sparse=True))
     message = message_of(lambda: sparse(torch.tensor([1])).sum().backward())
@@ -316,45 +261,29 @@ def check_parameters_in_another_order_on_another_rank_are_refused() -> None:
         ), message
 
 
-def check_a_wrapped_module_or_one_with_a_wrapped_part_is_refused() -> None:
-    for first, second in itertools.product((*OURS, "torch_ddp"), repeat=2):
-        message = message_of(lambda: wrap(second, wrap(first, stack())))  # noqa: B023
-        words = "ValueError: module must not be wrapped already, but it is "
-        assert message.startswith(words), message
-        part = nn.Sequential(wrap(first, stack()), nn.Linear(3, 3))
-        message = message_of(lambda: wrap(second, part))  # noqa: B023
-        assert message.startswith("ValueError: module must not be wrapped already, but 0 is "), (
-            message
-        )
-
-
-def check_a_module_is_wrapped_again_only_when_its_first_wrapper_is_gone() -> None:
+def check_a_module_is_wrapped_once_until_its_wrapper_is_gone() -> None:
     for first, second in itertools.product((*OURS, "torch_ddp"), repeat=2):
         module = stack()
         model = wrap(first, module)
         for _ in range(2):
             step_of(model)
-        message = message_of(lambda: wrap(second, module))  # noqa: B023
-        expected = (
-            f"must not be wrapped already, but a {type(model).__name__} averages the gradient"
-        )
-        assert expected in message, message
+        # the wrapper, a module around it, and the module inside
+        for given, words in (
+            (model, "but it is "),
+            (nn.Sequential(model, nn.Linear(3, 3)), "but 0 is "),
+            (module, f"but a {type(model).__name__} averages the gradient"),
+        ):
+            message = message_of(lambda: wrap(second, given))  # noqa: B023
+            expected = f"ValueError: module must not be wrapped already, {words}"
+            assert message.startswith(expected), message
         del model
+        # errors hold the frames that raised them
+        gc.collect()
         model = wrap(second, module)
         for _ in range(3):
             model.zero_grad()
             step_of(model)
             check_mean(module, copy.deepcopy(module), f"{first}, then {second}")
-
-
-def check_a_copy_is_refused_since_it_would_not_average() -> None:
-    for name in (*OURS, "torch_ddp"):
-        model = wrap(name, stack())
-        for copied in (copy.deepcopy, pickle.dumps):
-            message = message_of(lambda: copied(model))  # noqa: B023
-            words = f"TypeError: {type(model).__name__} on several ranks cannot be copied"
-            assert message.startswith(words), message
-        step_of(model)
 
 
 def check_a_part_that_was_cast_is_averaged_or_refused_by_name() -> None:
@@ -405,7 +334,7 @@ def check_torch_ddp_is_freed_before_the_group_is_left() -> None:
     kept, dropped = wrap("torch_ddp", stack()), wrap("torch_ddp", stack())
     for model in (kept, dropped):
         step_of(model)
-    reducers = [weakref.ref(model.inner) for model in (kept, dropped)]
+    reducers = [weakref.ref(model.inner[0]) for model in (kept, dropped)]
     del model, dropped
     process_group._let_go()
     assert [reducer() for reducer in reducers] == [None, None]
@@ -425,51 +354,13 @@ class Mixed(nn.Module):
         return self.c(self.b(self.a(x).to(self.b.weight.dtype)).float())
 
 
-def check_parameters_of_several_dtypes_and_initial_weights_that_differ() -> None:
-    makes = WRAPPERS | {"torch_ddp": lambda module: wrap("torch_ddp", module)}
-    for name, make in makes.items():
-        torch.manual_seed(rank())
-        module = Mixed()
-        model = make(module)
-        torch.manual_seed(0)
-        alone = Mixed()
-        for _ in range(2):
-            module.zero_grad()
-            step_of(model, width=3)
-        check_mean(module, alone, name, width=3)
-
-
-def check_a_module_cast_after_wrapping_is_averaged_or_refused() -> None:
-    for name, steps_before in itertools.product((*OURS, "torch_ddp"), range(2)):
-        module = stack()
-        model = wrap(name, module)
-        for _ in range(steps_before):
-            step_of(model)
-        model.zero_grad()
-        module.double()
-        if name == "torch_ddp":
-            message = message_of(lambda: step_of(model, dtype=torch.float64))  # noqa: B023
-            assert message.startswith("RuntimeError: the module was cast after"), message
-        else:
-            step_of(model, dtype=torch.float64)
-            assert all(param.grad.dtype == torch.float64 for param in module.parameters())
-            check_mean(module, copy.deepcopy(module), name, dtype=torch.float64)
-
-
-def check_the_state_is_that_of_the_module_compiled_or_not() -> None:
-    for name in (*OURS, "torch_ddp"):
-        model = wrap(name, stack())
-        other = wrap(name, torch.compile(stack(), backend="eager"))
-        other.load_state_dict(model.state_dict())
-        assert list(other.state_dict()) == ["0.weight", "1.weight", "2.weight"], name
-        for key, value in model.state_dict().items():
-            assert torch.equal(other.state_dict()[key], value), name
-
-
-def check_a_module_around_a_wrapper_loads_what_it_saved() -> None:
+def check_the_state_is_that_of_the_module_compiled_or_not_by_itself_or_inside_another() -> None:
     for name in (*OURS, "torch_ddp"):
         for module in (stack(), torch.compile(stack(), backend="eager")):
-            around = nn.ModuleDict({"a": wrap(name, module), "b": nn.Linear(2, 2)})
+            model = wrap(name, module)
+            assert list(model.state_dict()) == ["0.weight", "1.weight", "2.weight"], name
+            assert model.load_state_dict(stack().state_dict()).missing_keys == []
+            around = nn.ModuleDict({"a": model, "b": nn.Linear(2, 2)})
             saved = {key: value + 1 for key, value in around.state_dict().items()}
             assert sorted(saved) == ["a.0.weight", "a.1.weight", "a.2.weight", "b.bias", "b.weight"]
             around.load_state_dict(saved)
@@ -477,7 +368,6 @@ def check_a_module_around_a_wrapper_loads_what_it_saved() -> None:
                 assert torch.equal(value, saved[key]), (name, key)
             del saved["a.1.weight"]
             message = message_of(lambda: around.load_state_dict(saved))  # noqa: B023
-            assert message.startswith("RuntimeError: Error(s) in loading state_dict"), message
             assert "Missing key(s)" in message, message
 
 

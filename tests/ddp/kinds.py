@@ -234,28 +234,6 @@ class Prompt(nn.Module):
         return self.weight
 
 
-class Silent(nn.Module):
-    """A block that returns None, and whose result is fetched from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> None:
-        self.result = torch.tanh(self.linear(x))
-
-
-class Attributes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Silent(), Residual(), Silent()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.layers[0](x)
-        self.layers[2](self.layers[1](self.layers[0].result))
-        return self.layers[2].result + self.layers[0].result
-
-
 class Router(Residual):
     """A block that leaves a loss of its own behind."""
 
@@ -379,7 +357,6 @@ KINDS: dict[str, Kind] = {
     "integers": Kind(Integers),
     "shared": Kind(Shared),
     "outputs": Kind(Outputs),
-    "attributes": Kind(Attributes),
     "side losses": Kind(SideLosses),
     "unheard": Kind(Unheard),
     "recurrent": Kind(Recurrent),

@@ -287,6 +287,16 @@ def cleared_after_no_sync(side: Side) -> list[Any]:
     return found
 
 
+def cleared_before_finish(side: Side) -> list[Any]:
+    found = []
+    for number in side.rounds:
+        side.loss(number).backward()
+        side.optimizer.zero_grad()
+        side.finish()
+        found += [side.update(), side.step(number + 1)]
+    return found
+
+
 def finished_twice(side: Side) -> list[Any]:
     found = []
     for number in side.rounds:
@@ -444,13 +454,6 @@ def update_before_backward(side: Side) -> list[Any]:
     return found
 
 
-def cleared_before_finish(side: Side) -> list[Any]:
-    side.loss().backward()
-    side.optimizer.zero_grad()
-    side.finish()
-    return [side.update(), side.step(1)]
-
-
 def finished_after_each(side: Side) -> list[Any]:
     for number in range(2):
         side.loss(number).backward()
@@ -574,6 +577,7 @@ SHARED = events(
     accumulation,
     only_no_sync,
     cleared_after_no_sync,
+    cleared_before_finish,
     finished_twice,
     finished_without_backward,
     clipped,
@@ -596,7 +600,6 @@ DIVIDED = SHARED | events(
     load_after_forward,
     update_after_forward,
     update_before_backward,
-    cleared_before_finish,
     finished_after_each,
     evaluated_between,
     read_between,
@@ -729,12 +732,13 @@ for way in FLAT:
 for way, (wrapper, _) in WAYS.items():
     for event in ("copied", "pickled"):
         words = "TypeError: a ShardedOptimizer cannot be copied or pickled"
-        REFUSED.setdefault((way, event), "TypeError: " if wrapper else words)
+        of_wrapper = "on several ranks cannot be copied or pickled"
+        REFUSED.setdefault((way, event), of_wrapper if wrapper else words)
 for event in ("two backwards", "finished for each pass"):
     words = "RuntimeError: the gradient of a parameter of shape "
     REFUSED["zero1, overlapped", event] = words
 REFUSED_KINDS = {
-    "wrapped twice": "layers.0.module.linear.weight is divided among the ranks already",
+    "wrapped twice": "layers.0.module.linear.weight must be whole, but is divided",
     "changes a weight": "a forward pass changed one of layers.0.linear.weight",
 }
 # A block of FSDP is as new as the newest of its parameters: PyTorch's error comes more often.

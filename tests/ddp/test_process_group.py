@@ -144,7 +144,6 @@ def test_an_incomplete_environment_is_named(monkeypatch):
         ("LOCAL_RANK", "", "LOCAL_RANK must be a whole number, as torchrun sets it, got ''"),
         ("LOCAL_WORLD_SIZE", "1.5", "LOCAL_WORLD_SIZE must be a whole number, .* got '1.5'"),
         ("MASTER_PORT", "http", "MASTER_PORT must be a whole number, .* got 'http'"),
-        ("MASTER_PORT", "99999", "MASTER_PORT must be at most 65535, got 99999"),
         ("RANK", "7", "RANK must be below WORLD_SIZE = 2, got 7"),
         ("LOCAL_RANK", "2", "LOCAL_RANK must be below LOCAL_WORLD_SIZE = 2, got 2"),
     ],

@@ -1,10 +1,9 @@
 """Training with every wrapper and in one process, for ranks of the wrappers' tests."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,8 @@ from lib.ddp import process_group, wrappers
 from lib.ddp.process_group import current_device
 from lib.fsdp import FSDP
 from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm
+from lib.optimizer.schedule import clip_coefficient, grad_norm
+from lib.sharded_optimizer.optimizer import ShardedOptimizer
 
 STEPS, BATCH = 5, 4
 WIDTH = 6
@@ -87,32 +87,77 @@ def loss_of(model: nn.Module, tokens: Tensor, uses_all: bool) -> Tensor:
     return nn.functional.cross_entropy(logits, tokens[:, 1])
 
 
-def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
-    return AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
+    "torch adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
 
 
-def reference(
-    optimizer_name: str, micros: int, max_norm: float = 1e9
-) -> Iterator[tuple[float, list[Tensor]]]:
-    """Norm and parameters after each step of one process, which adds up the ranks' means."""
-    module, ranks = Net(), process_group.world_size()
-    optimizer = make_optimizer(optimizer_name, module)
+def groups_of(net: Net) -> list[dict[str, Any]]:
+    """Three groups with settings of their own; the first has a frozen parameter."""
+    named = dict(net.named_parameters())
+    sometimes = [named.pop(name) for name in list(named) if "sometimes" in name]
+    weights = [param for name, param in named.items() if name.endswith("weight")]
+    biases = [param for name, param in named.items() if name.endswith("bias")]
+    return [
+        {"params": weights, "lr": 0.02},
+        {"params": biases, "weight_decay": 0.0},
+        {"params": sometimes, "lr": 0.005},
+    ]
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+
+def state_elements(optimizer: torch.optim.Optimizer) -> int:
+    """How many elements its state has, without step counts."""
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(v.numel() for v in tensors if isinstance(v, Tensor) and v.dim())
+
+
+def clip(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.clip_grad_norm(max_norm)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    norm = optimizer.grad_norm() if isinstance(optimizer, AdamW) else grad_norm(params)
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(clip_coefficient(norm, max_norm))
+    return norm
+
+
+class Expected(NamedTuple):
+    """One process after a step."""
+
+    norm: float
+    params: list[Tensor]
+    elements: int
+
+
+def reference(how: str, micros: int, max_norm: float, ranks: int) -> Iterator[Expected]:
+    """Train in one process, which adds up the ranks' means."""
+    net = Net()
+    cls, settings = OPTIMIZERS[how]
+    optimizer = cls(groups_of(net), **settings)
+    schedule = schedule_of(optimizer)
     for step in range(STEPS):
         grads: dict[str, list[Tensor]] = {}
         for number in range(ranks):
             for micro in range(micros):
-                (loss_of(module, *part(step, micro, number)) / micros).backward()
-            for name, param in module.named_parameters():
+                (loss_of(net, *part(step, micro, number)) / micros).backward()
+            for name, param in net.named_parameters():
                 grads.setdefault(name, []).extend([] if param.grad is None else [param.grad])
-            module.zero_grad()
-        for name, param in module.named_parameters():
+            net.zero_grad()
+        for name, param in net.named_parameters():
             param.grad = sum(grads[name]) / ranks if grads[name] else None
-        norm = clip_grad_norm(module.parameters(), max_norm)
+        norm = clip(optimizer, max_norm).item()
         optimizer.step()
         optimizer.zero_grad()
-        yield norm.item(), [param.detach().clone() for param in module.parameters()]
+        schedule.step()
+        params = [param.detach().clone() for param in net.parameters()]
+        yield Expected(norm, params, state_elements(optimizer))
 
 
 class Trained(NamedTuple):
@@ -129,39 +174,63 @@ class Trained(NamedTuple):
     digest: str
     """Of all parameters in the end."""
 
+    elements: int
+    """Of this rank's optimizer state."""
+
+    whole_elements: int
+    """Of the state in one process."""
+
 
 def train(
-    make: Callable[[Net], nn.Module],
-    optimizer_name: str,
-    micros: int,
+    make: Callable[[Net], nn.Module] | None,
+    how: str,
+    micros: int = 1,
     max_norm: float = 1e9,
+    *,
+    zero: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    expected: list[Expected] | None = None,
 ) -> Trained:
-    """Train from other weights on each rank, and compare with one process."""
-    rank, ranks = process_group.rank(), range(process_group.world_size())
+    """Train from other weights on each rank, and compare with one process.
+
+    Args:
+        make: makes the wrapper; None for ZeRO-1 without one.
+        zero: options of the sharded optimizer, if there is one.
+    """
+    rank, ranks = process_group.rank(group), range(process_group.world_size(group))
     net = Net(seed=rank)
-    model = make(net)
-    is_fsdp = isinstance(model, FSDP)
-    optimizer = make_optimizer(optimizer_name, model)
+    model: Any = make(net) if make else net
+    if not make:
+        process_group.broadcast_module(net, group)
+    is_fsdp, averages = isinstance(model, FSDP), zero is not None and not make
+    cls, settings = OPTIMIZERS[how]
+    options = {} if zero is None else {"optimizer_cls": cls, "group": group, **zero}
+    optimizer: Any = (cls if zero is None else ShardedOptimizer)(
+        groups_of(net), **options, **settings
+    )
+    schedule, syncing = schedule_of(optimizer), optimizer if averages else model
     error = norm_error = 0.0
     is_right = True
-    for step, (norm, expected) in enumerate(reference(optimizer_name, micros, max_norm)):
+    expected = expected or list(reference(how, micros, max_norm, len(ranks)))
+    for step, one in enumerate(expected):
         for micro in range(micros):
             is_last = micro == micros - 1
-            with nullcontext() if is_last else model.no_sync():
+            with nullcontext() if is_last else syncing.no_sync():
                 (loss_of(model, *part(step, micro, rank)) / micros).backward()
-        model.finish_gradient_synchronization()
-        is_used = any(part(step, 0, number)[1] for number in ranks)
-        is_right &= (net.layers[1].sometimes.weight.grad is not None) == is_used
-        is_right &= net.never.weight.grad is None and net.layers[0].fixed.weight.grad is None
-        clip = (
-            model.clip_grad_norm if is_fsdp else functools.partial(clip_grad_norm, net.parameters())
-        )
-        norm_error = max(norm_error, abs(clip(max_norm).item() - norm))
+        syncing.finish_gradient_synchronization()
+        if not averages:
+            is_used = any(part(step, 0, number)[1] for number in ranks)
+            is_right &= (net.layers[1].sometimes.weight.grad is not None) == is_used
+            is_right &= net.never.weight.grad is None and net.layers[0].fixed.weight.grad is None
+        norm = model.clip_grad_norm(max_norm) if is_fsdp else clip(optimizer, max_norm)
+        norm_error = max(norm_error, abs(norm.item() - one.norm))
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
         params = list(model.full_parameters().values() if is_fsdp else net.parameters())
-        error = max(error, difference(params, expected))
-    return Trained(error, norm_error, is_right, digest(params))
+        error = max(error, difference(params, one.params))
+    elements = state_elements(optimizer if zero is None else optimizer.inner)
+    return Trained(error, norm_error, is_right, digest(params), elements, one.elements)
 
 
 def difference(params: Iterable[Tensor], expected: list[Tensor]) -> float:
@@ -184,9 +253,9 @@ def equality(world_size: int) -> dict:
 
     A group of three ranks tells of one of two ranks too: starting workers takes longest.
     """
-    results: dict = {}
-    for name, *how in ways_to_train(world_size):
-        results[name, *how] = train(WRAPPERS[name], *how)
+    results: dict = {
+        (name, *how): train(WRAPPERS[name], *how) for name, *how in ways_to_train(world_size)
+    }
     return results | {"subgroup": subgroup() if world_size == 3 else None}
 
 

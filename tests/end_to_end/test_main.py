@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 import importlib.util
 import inspect
 import io
@@ -68,19 +67,16 @@ def raising(error):
     [
         # encodings that lack what is printed, of a terminal's or of a file's
         ("PYTHONIOENCODING=cp1252 python benchmark --help", 0, "\\u2713 ×"),
-        ("PYTHONIOENCODING=ascii python benchmark --help", 0, "\\u2713 \\xd7"),
         ("PYTHONIOENCODING=ascii:strict python nonsense", 2, "unknown command 'nonsense\\u2713'"),
         ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 python benchmark --help", 0, "\\u2713 \\xd7"),
-        ("PYTHONUTF8=1 python benchmark --help", 0, "✓ ×"),
         # of the processes that it starts
         ("PYTHONIOENCODING=cp1252 python started", 0, "\\u2713 child"),
-        # streams that are closed, full, or that nobody reads
-        ("python benchmark --help >&-", 0, ""),
-        ("python nonsense >&- 2>&- <&-", 2, ""),
-        ("python started >&-", 0, ""),
+        # streams that are full, or that nobody reads
         ("python benchmark --help >/dev/full", 2, "error: No space left on device\n"),
         ("set -o pipefail; python long | head -1", 141, "line 0\n"),
         ("set -o pipefail; python train --help | true", 141, ""),
+        # another pipe is an error like any other
+        ("python broken", 2, "error: Broken pipe\n"),
     ],
 )
 def test_any_standard_stream_takes_any_text(tmp_path, redirection, code, said):
@@ -96,8 +92,10 @@ def started():
 def long():
     for number in range(100_000):
         print("line", number)
+def broken():
+    raise BrokenPipeError(32, "Broken pipe")
 command_line.COMMANDS["benchmark x"] = command_line.Command("\u2713 \u00d7", print)
-for function in (started, long):
+for function in (started, long, broken):
     command_line.COMMANDS[function.__name__] = command_line.Command("", function)
 words = [word.replace("nonsense", "nonsense\u2713") for word in sys.argv[1:]]
 sys.exit(command_line.main(words))
@@ -120,18 +118,16 @@ sys.exit(command_line.main(words))
 # Commands
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_every_command(arguments, capsys):
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["help"]])
+def test_help_has_every_command_in_one_of_three_groups(arguments, capsys):
     assert main(arguments) == 0
-    output = capsys.readouterr().out
-    for name, each in COMMANDS.items():
-        assert f"  {name} " in output
-        assert each.help in output
+    shown = capsys.readouterr().out
+    assert re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  ", shown, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^(\w+): ", shown, re.MULTILINE) == ["usage", "Use", "Measure", "Maintain"]
 
 
 @pytest.mark.parametrize(
-    ("group", "line"),
-    [("benchmark", "benchmark --help"), ("kaggle", "kaggle -h"), ("lessons", "help lessons")],
+    ("group", "line"), [("benchmark", "benchmark --help"), ("lessons", "help lessons")]
 )
 def test_help_of_a_first_word_lists_its_commands(group, line, capsys):
     assert main(line.split()) == 0
@@ -146,13 +142,11 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"{lib.__version__}\n"
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_threads_do_not_spin_for_long_beside_other_programs(given, found):
+def test_threads_do_not_spin_for_long_beside_other_programs():
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     code = "import lib.__main__, os; print(os.environ['GOMP_SPINCOUNT'])"
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment | given, capture_output=True, text=True)
-    assert result.stdout.strip() == found
+    assert subprocess.check_output(command, env=environment, text=True) == "1000\n"
 
 
 def test_every_tool_that_a_page_names_is_a_command():
@@ -233,33 +227,6 @@ def test_what_a_command_returns_decides_what_is_printed_and_the_exit_code(
     assert capsys.readouterr().out == printed
 
 
-def wraps(module, name, calls):
-    """The function called `name`, which only notes its argument."""
-
-    @functools.wraps(getattr(module, name))
-    def note(*arguments):
-        calls.append((name, *arguments))
-        return 1
-
-    return note
-
-
-def test_notebooks_are_run_refreshed_and_cleaned_as_asked(monkeypatch):
-    from lib.tools.publish import run_notebooks
-
-    calls = []
-    for name in ("run_notebooks", "refresh_notebooks", "clean_notebooks"):
-        monkeypatch.setattr(run_notebooks, name, wraps(run_notebooks, name, calls))
-    assert main(["run", "--notebooks", "01", "02", "--parameters", "laptop"]) == 1
-    assert main(["notebooks", "refresh", "--notebooks", "03"]) == 1
-    assert main(["notebooks", "clean"]) == 1
-    assert calls == [
-        ("run_notebooks", run_notebooks.RunConfig(("01", "02"), "laptop")),
-        ("refresh_notebooks", run_notebooks.NotebooksConfig(("03",))),
-        ("clean_notebooks",),
-    ]
-
-
 # Flags
 
 
@@ -307,6 +274,8 @@ def test_help_names_each_flag_in_sixty_lines_and_help_all_has_the_rest(capsys):
         assert command.help in shown
         for flag in command_line.field_paths(cls or command_line.NoConfig):
             assert re.search(rf"--(\[no_\])?{flag}\b", shown), (name, flag)
+        more = [other for other in COMMANDS if other.startswith(f"{name} ")]
+        assert f"More: {', '.join(more)};" in shown or not more
     with pytest.raises(SystemExit):
         parse(TrainConfig, "train", ["--config", "tiny", "--help"])
     assert "  --steps 400                      Total optimizer steps." in capsys.readouterr().out
@@ -317,26 +286,10 @@ def test_help_names_each_flag_in_sixty_lines_and_help_all_has_the_rest(capsys):
         assert shown in output
 
 
-def test_help_of_a_command_names_those_that_begin_with_it(capsys):
-    for line in ("race --help", "runs -h"):
-        with pytest.raises(SystemExit):
-            main(line.split())
-    shown = capsys.readouterr().out
-    assert "More: race card, race board, race check, race ladder;" in shown
-    assert "More: runs remove;" in shown
-
-
 def test_a_flag_that_is_suggested_is_one_of_a_command():
     configs = [config_of(load(command.function)) for command in COMMANDS.values()]
     known = {flag for cls in configs if cls for flag in command_line.field_paths(cls)}
     assert {words[0] for words in SYNONYMS} <= known
-
-
-def test_help_has_every_command_in_one_of_three_groups(capsys):
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  ", shown, re.MULTILINE) == list(COMMANDS)
-    assert re.findall(r"^(\w+): ", shown, re.MULTILINE) == ["usage", "Use", "Measure", "Maintain"]
 
 
 def test_train_takes_a_text_of_one_s_own_as_the_pipeline_does(tmp_path, capsys, monkeypatch):
@@ -354,13 +307,11 @@ def test_train_takes_a_text_of_one_s_own_as_the_pipeline_does(tmp_path, capsys, 
         (["--d-model=64"], "train.model.d_model", 64),
         (["--attention_kernel", "vectorized_torch"], "train.model.attention_kernel", None),
         (["--no-resume"], "train.resume", False),
-        (["--train.seed", "3"], "train.seed", 3),
         (["--train.model.vocab_size", "4100"], "train.model.vocab_size", 4100),
         # of several fields the outermost
         (["--vocab_size", "300"], "corpus.vocab_size", 300),
         (["--corpus", "book.txt"], "corpus.corpus", "book.txt"),
         (["--prompts", "Now", "Then"], "sample.prompts", ("Now", "Then")),
-        (["--data", "tokens"], "train.data", Path("tokens")),
     ],
 )
 def test_a_flag_needs_no_more_of_its_path_than_tells_it_apart(flags, path, value):
@@ -384,19 +335,15 @@ def test_a_flag_that_can_be_several_is_refused_with_all_of_them(capsys):
     assert main(["pipeline", "--seed=3"]) == 2
     names = "--corpus.seed or --train.seed or --sample.seed"
     assert capsys.readouterr().err == f"error: --seed=3 can be {names}; name one\n"
-    assert parse(TrainConfig, "train", ["--seed", "3"]).seed == 3
-    assert parse(GenerateConfig, "generate", ["--top_p", "0.5"]).sample.top_p == 0.5
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--corpus.vocab_size", "3"], "vocab_size must be"),
         (["--corpus.vocab_size", "many"], 'vocab_size must be a whole number, got "many"'),
         (["--train.steps", "1.5"], 'steps must be a whole number, got "1.5"'),
         (["--top_p", "half"], 'top_p must be a number, got "half"'),
         (["--train.bucket_size_mb", "0"], "bucket_size_mb must be more than 0, got 0"),
-        (["--implementation", "best"], "best"),
         (["--d_model", "30", "--num_heads", "4"], "num_heads"),
     ],
 )
@@ -414,14 +361,11 @@ def test_wrong_flags_are_named(flags, message, capsys):
     [
         ("train --step 50", "train has no flag --step; did you mean --steps?"),
         ("train --model.d_modell=3", "did you mean --model.d_model?"),
-        ("train --modle.d_model=3", "did you mean --model.d_model?"),
         ("train --validation_fraction=1", "pipeline, tokenize have it"),
-        ("tokenize --ddp_wrapper flat", "--ddp_wrapper; pipeline, train have it"),
         ("generate --run X", "generate has no flag --run; did you mean --checkpoint?"),
         ("benchmark attention --context_lengths 64", "did you mean --custom_tiers?"),
         ("benchmark attention --sizes_mb 2", "benchmark communication, benchmark scaling have it"),
         ("generate --xyz", "generate has no flag --xyz; it has --checkpoint, --prompts, "),
-        ("runs --all", "runs has no flag --all; it has --runs_dir"),
         ("notebooks clean --force", "notebooks clean has no flag --force; it has none"),
     ],
 )
@@ -438,10 +382,8 @@ def test_an_unknown_flag_is_refused_with_what_was_meant(line, said, capsys):
     [
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "x.txt"), "x.txt: No such"),
         (FileNotFoundError("place x here"), "place x here"),
-        (OSError(errno.ENOSPC, "no space left to write x"), "no space left to write x"),
         (ValueError("a\n  b"), "a b"),
         (ValueError(), "ValueError"),
-        (FloatingPointError("nan"), "nan"),
     ],
 )
 def test_errors_that_a_user_can_fix_are_one_line_and_exit_code_2(
@@ -466,13 +408,11 @@ def test_a_python_without_the_packages_is_told_which_one_has_them(tmp_path, monk
     assert done.returncode == 2
     assert f"No module named 'lazy_loader'. {sys.executable} lacks the workbook's" in done.stderr
     assert done.stderr.endswith("run .venv/bin/python -m lib train --config 'my file.json'\n")
-    # with an environment or before there is one; nothing of packages that are extras
+    # before there is an environment; nothing of packages that are extras
     monkeypatch.setattr(command_line, "PRESETS", tmp_path / "lib/presets")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for first in ("`make run` installs them; then run", "packages: run"):
-        assert first in command_line.where_to_run(ModuleNotFoundError(name="torch"))
-        (tmp_path / ".venv/bin").mkdir(parents=True, exist_ok=True)
-        (tmp_path / ".venv/bin/python").touch()
+    said = command_line.where_to_run(ModuleNotFoundError(name="torch"))
+    assert "`make run` installs them; then run" in said
     monkeypatch.undo()
     assert command_line.where_to_run(ModuleNotFoundError(name="gigatoken")) == ""
 
@@ -515,6 +455,16 @@ def test_log_lines_are_above_the_bars_and_not_in_them(monkeypatch):
     # of each line, what is left when everything was written over
     lines = [line.split("\r")[-1].strip() for line in terminal.getvalue().split("\n")]
     assert lines == ["a line of the log", "bar 1", ""]
+
+
+def test_who_logs_is_not_stopped_by_a_terminal_that_was_closed(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1, closefd=False) as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        command_line.LogAboveBars().handle(logging.makeLogRecord({"msg": "a line"}))
+        # what is left in it must not be written at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
 
 
 def test_an_orderly_stop_is_no_failure_to_torchrun(monkeypatch):
@@ -566,14 +516,6 @@ def test_pipeline_prints_what_it_made_and_a_sample(trained, capsys):
     flags = ["--config", str(folder / "train.json"), "--data", str(folder / "out")]
     assert main(["train", *flags]) == 0
     assert capsys.readouterr().out == f"up to date at step 8{first}\n{second}\n"
-
-
-def test_tokenize_prints_the_same_table(trained, capsys):
-    folder, output = trained
-    flags = ["--vocab_size=300", f"--data_dir={folder}/data", f"--output={folder}/out"]
-    assert main(["tokenize", "--corpus", str(folder / "book.txt"), *flags]) == 0
-    rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines()]
-    assert rows == [line.split("|")[1:4] for line in output.splitlines()[: len(rows)]]
 
 
 def test_generate_writes_whole_texts_into_a_pipe(trained):

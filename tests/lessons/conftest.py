@@ -2,7 +2,6 @@
 
 import pytest
 from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
 
 @pytest.fixture(scope="session")
@@ -11,11 +10,6 @@ def story():
     from lib.lessons.start.story import load_story_model
 
     return load_story_model("cpu")[:2]
-
-
-@pytest.fixture
-def axes():
-    return Figure().subplots()
 
 
 @pytest.fixture

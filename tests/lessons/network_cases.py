@@ -1,128 +1,70 @@
 """What ranks run on a simulated network, mostly by its virtual clock."""
 
 import dataclasses
+import functools
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.ddp.process_group import all_gather, barrier, gather_objects, rank, reduce_scatter
 from lib.ddp.wrappers import wrap
 from lib.lessons.ddp.costs import predict_scaling
+from lib.lessons.ddp.stack import Layers, miniatures, time_steps
 from lib.lessons.simulated_network import (
     NETWORKS,
     LostRank,
     Network,
-    SimulatedGroup,
     SlowLink,
     Straggler,
-    Workload,
-    gpu_step,
     simulated_group,
 )
-from lib.model.config import model_preset
 from lib.profiling.collectives import Link
 from tests.ddp.workers import message_of
 
-# A step: forward and backward through so many layers, of so many weights.
-LAYERS, WIDTH = 6, 96
-FORWARD_MS, BACKWARD_MS = 1.0, 2.0
-LAYER_BYTES = 4 * WIDTH**2
+LAYERS = Layers((96**2,) * 6, forward=1.0, backward=2.0)
 # Each wrapper, and whether its messages of one layer each start in backward.
 OVERLAPS = {"naive": False, "flat": False, "overlap": True, "flashddp": True}
+PCIE = dataclasses.replace(NETWORKS["PCIe"], clock="virtual")
 
 
 def virtual(network: Network, **changes: Any) -> Network:
     return dataclasses.replace(network, clock="virtual", **changes)
 
 
-class Busy(torch.autograd.Function):
-    """The identity, which takes time on the network's clock, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: SimulatedGroup) -> Tensor:
-        ctx.group = group
-        group.compute(FORWARD_MS / 1e3)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.group.compute(BACKWARD_MS / 1e3)
-        return grad, None
-
-
-class Layer(nn.Module):
-    """A matrix whose matmul takes as long as the module constants say."""
-
-    def __init__(self, group: SimulatedGroup) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # backward is busy before the weight's gradient is there
-        return Busy.apply(x @ self.weight, self.group)
-
-
-def stack(group: SimulatedGroup) -> nn.Sequential:
-    return nn.Sequential(*[Layer(group) for _ in range(LAYERS)])
-
-
-def step_ms(group: SimulatedGroup, module: nn.Module, finish: Any) -> float:
-    """A step by the network's clock, in milliseconds."""
-    dist.barrier(group)
-    start = group.clock.now()
-    module(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
-    finish()
-    return 1e3 * (group.clock.now() - start)
-
-
-def scaled(name: str) -> Network:
-    """A network on which the stack waits as long as `large` with 16,384 tokens on an H200."""
-    real = gpu_step(model_preset("large"), 16_384, flops_per_s=4e14)
-    here = Workload(LAYERS * LAYER_BYTES, LAYERS * (FORWARD_MS + BACKWARD_MS))
-    return virtual(NETWORKS[name].miniature(real, here))
-
-
 def predicted_ms(network: Network, name: str, ranks: int) -> float:
     """A step by formula: that of `predict_scaling`, and the message that says who has gradients."""
-    link = network.link(ranks)
+    link, count = network.link(ranks), len(LAYERS.sizes)
     prediction = predict_scaling(
-        LAYERS * LAYER_BYTES,
+        LAYERS.gradient_bytes,
         ranks,
         latency_us=link.latency_us,
         bandwidth_gbs=link.bandwidth_gbs,
-        backward_ms=LAYERS * BACKWARD_MS,
-        other_ms=LAYERS * FORWARD_MS,
-        buckets=1 if name == "flat" else LAYERS,
+        backward_ms=count * LAYERS.backward,
+        other_ms=count * LAYERS.forward,
+        buckets=1 if name == "flat" else count,
         overlap=OVERLAPS[name],
     )
-    return prediction.step_ms + network.collective_ms("all_reduce", 4 * LAYERS, ranks)
+    return prediction.step_ms + network.collective_ms("all_reduce", 4 * count, ranks)
 
 
 def steps_of_wrappers() -> dict[tuple[str, str], tuple[float, float]]:
     """Milliseconds of a step, simulated and predicted, with each way to train on each network."""
-    found, ranks = {}, dist.get_world_size()
-    for network_name in NETWORKS:
-        network = scaled(network_name)
-        group = simulated_group(network)
-        for name in OVERLAPS:
-            module = stack(group)
-            # one layer a bucket
-            model = wrap(name, module, group=group, bucket_cap_mb=LAYER_BYTES / 2**20)
-            # the first agrees on an order
-            for _ in range(2):
-                module.zero_grad()
-                took = step_ms(group, model, model.finish_gradient_synchronization)
-            found[network_name, name] = took, predicted_ms(network, name, ranks)
-    return found
+    networks, ranks = miniatures(LAYERS), dist.get_world_size()
+    # one layer a bucket
+    options = {"bucket_cap_mb": LAYERS.gradient_bytes / len(LAYERS.sizes) / 2**20}
+    makers = {name: functools.partial(wrap, name, **options) for name in OVERLAPS}
+    return {
+        (place, name): (step.step_ms, predicted_ms(networks[place], name, ranks))
+        for (place, name), step in time_steps(makers, networks, LAYERS).items()
+    }
 
 
 def results_beside_gloo() -> list[tuple[str, bool]]:
     """Each collective on a simulated network, and whether gloo gives the same bits."""
-    group, found, size = simulated_group(virtual(NETWORKS["PCIe"])), [], dist.get_world_size()
+    group, found, size = simulated_group(PCIE), [], dist.get_world_size()
 
     def compare(name: str, act: Any) -> None:
         results = [act(group), act(None)]
@@ -139,7 +81,7 @@ def results_beside_gloo() -> list[tuple[str, bool]]:
             reduce_scatter(part, tensor(2 * size, dtype), group=group)
         return [whole, part] if op == dist.ReduceOp.SUM else [whole]
 
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
             compare(f"{op} {dtype}", lambda group: reduced(group, op, dtype))  # noqa: B023
 
@@ -229,13 +171,12 @@ def wall_clock() -> tuple[float, float, bool, bool]:
 def named_errors() -> list[str]:
     """What ranks are told when their calls differ, or one of them is lost."""
     messages, last = [], dist.get_world_size() - 1
-    network = virtual(NETWORKS["PCIe"])
-    group = simulated_group(network)
+    group = simulated_group(PCIE)
     tensor = torch.ones(4 + (rank() == last))
     messages.append(message_of(lambda: dist.all_reduce(tensor, group=group)))
     # and so is every later call
     messages.append(message_of(lambda: dist.barrier(group)))
-    group = simulated_group(virtual(network, lost_rank=LostRank(last, after=1)), timeout=0.5)
+    group = simulated_group(virtual(PCIE, lost_rank=LostRank(last, after=1)), timeout=0.5)
     dist.barrier(group)
     tensor = torch.ones(4)
     messages.append(message_of(lambda: dist.all_reduce(tensor, group=group)))

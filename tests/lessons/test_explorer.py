@@ -64,18 +64,6 @@ def test_where_nobody_can_move_it_the_stills_follow_the_first_setting():
     assert not any({WIDGET_VIEW, "text/html"} & output.data.keys() for output in pictures)
 
 
-def test_any_widget_can_be_a_control_and_busy_is_shown_meanwhile():
-    from ipywidgets import Text
-
-    said = []
-    box = explorer(lambda word: markup(word, word), word=Text("hello"), busy="wait…")
-    control, note, view, _ = box.children
-    note.observe(lambda change: said.append(change["new"]), "value")
-    control.value = "bye"
-    assert view.outputs[0]["data"]["text/html"] == "bye"
-    assert said == ["wait…", ""]
-
-
 def test_alternative_text_is_escaped():
     with house_figure() as (figure, axes):
         axes.plot([0, 1])

@@ -23,6 +23,7 @@ def folder(tmp_path, monkeypatch):
         (5, "ms", 8, "5 ms", "measured: 8 ms; you said 5 ms: off by 1.6×"),
         (30, "%", 28.2, "30%", "measured: 28.2%; you said 30%: right on"),
         (2000, "", 1322.6, "2,000", "measured: 1,323; you said 2,000: off by 1.5×"),
+        (0, "s", 3, "0 s", "measured: 3 s; you said 0 s: off by an infinite factor"),
     ],
 )
 def test_a_guess_is_compared_with_what_was_measured(guess, unit, answer, said, compared, capsys):
@@ -74,16 +75,6 @@ def test_guesses_of_all_notebooks_are_kept_and_scored(capsys):
     table = display.call_args[0][0].data
     assert "| First?   | 4        | 8        | 2×     |" in table
     assert "| Third?   | –        | –        | –      |" in table
-
-
-def test_one_guess_without_a_factor_is_reported_in_words(capsys):
-    none = predict("How many?", 0)
-    none.measured(3)
-    with mock.patch("IPython.display.display"):
-        score_predictions(none)
-    said = capsys.readouterr().out
-    assert "you said 0: off by an infinite factor" in said
-    assert "1 guess so far, in all notebooks; the typical one is off by an infinite factor." in said
 
 
 def test_small_runs_keep_nothing(monkeypatch, folder):

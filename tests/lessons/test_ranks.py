@@ -1,9 +1,7 @@
 """Ranks of checks: threads give what processes give, and name a deadlock at once."""
 
 import contextlib
-import functools
 import linecache
-import math
 import signal
 import threading
 import time
@@ -13,11 +11,8 @@ import torch
 
 from lib.ddp.launcher import launch
 from lib.lessons.calls import TimeLimitError, time_limit
-from lib.lessons.ranks import (
-    Processes,
-    run_on_threads,
-    tried_on_processes,
-)
+from lib.lessons.exercise import Exercise, check
+from lib.lessons.ranks import Processes, Threads, run_on_threads
 from lib.lessons.sending import function_of, parcel_of
 
 
@@ -172,14 +167,6 @@ def test_ranks_that_never_end_are_stopped_and_take_no_more_time(job):
     assert time.monotonic() - started < 10
 
 
-def helper(x):
-    return math.sqrt(x)
-
-
-def attempt(x):
-    return helper(x) + 1
-
-
 CELL = """
 import dataclasses, functools, math
 import torch.nn.functional as F
@@ -203,10 +190,6 @@ class Empty:
 
 SETTINGS = Settings(lr=5.0)
 
-def remember(function):
-    return functools.cache(function)
-
-@remember
 def helper(x):
     return root(x) + math.floor(SCALE)
 
@@ -229,31 +212,28 @@ def test_processes_get_all_that_a_function_uses_of_its_notebook():
     assert attempt.__globals__ is not names["attempt"].__globals__
 
 
-def rooted(parcel: bytes, x: float) -> float:
-    return function_of(parcel)(x)
-
-
-def fails_on_processes(x):
-    raise KeyError(x)
+def of_ones(ranks):
+    return ranks.all_reduce(torch.ones(2))
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_what_processes_find_decides():
-    def verdict(x: float, function=attempt) -> str:
-        def judge(found):
-            return found == [3.0, 3.0], f"found {found}"
+def test_what_cannot_be_sent_or_fails_on_processes_alone_is_named(capsys):
+    exercise = Exercise(
+        of_ones, lambda *_: (2,), {}, trials=1, ranks=True, processes=2, same_calls=False
+    )
+    names: dict = {"LOCK": threading.Lock(), "ONES": torch.ones(2), "__name__": "a notebook"}
+    code = "def uses_a_lock(ranks):\n    LOCK.locked()\n    return ranks.all_reduce(ONES)"
+    exec(code, names)
 
-        return tried_on_processes("right: as expected", function, rooted, 2, x, judge=judge)
+    def fails(ranks):
+        return ranks.all_reduce(torch.ones(2 if isinstance(ranks, Threads) else -2))
 
-    assert verdict(4) == "right: as expected\n  found [3.0, 3.0]"
-    assert verdict(9) == "not yet: as expected; found [4.0, 4.0]"
-    assert verdict(4, functools.partial(attempt)).startswith("right")
-    names: dict = {"LOCK": threading.Lock(), "__name__": "a notebook"}
-    exec("def uses_a_lock(x):\n    with LOCK:\n        return x", names)
-    assert verdict(4, names["uses_a_lock"]) == (
+    for attempt in (names["uses_a_lock"], fails):
+        check(exercise, attempt)
+    unsent, failed, advice = capsys.readouterr().out.splitlines()
+    assert unsent == (
         "not yet: as expected; for processes, `LOCK` can't be sent: "
         "TypeError: cannot pickle '_thread.lock' object"
     )
-    failed = verdict(4, fails_on_processes)
     assert failed.startswith("not yet: as expected; on processes rank")
-    assert "The processes get this function, and what it uses of the notebook" in failed
+    assert advice.startswith("  The processes get this function, and what it uses of the notebook")

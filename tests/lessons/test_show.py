@@ -1,6 +1,5 @@
 """Notebook outputs: boxes, the merge slider with its still form, excerpts, progress."""
 
-import html
 import re
 from itertools import pairwise
 from types import SimpleNamespace
@@ -10,21 +9,16 @@ from hypothesis import given
 
 from lib.core.files import ROOT
 from lib.lessons.show import (
-    BACKGROUNDS,
-    BOX,
-    WrappedText,
     merge_stepper,
     merge_steps,
     show_encoding,
     show_growing,
     show_source,
-    show_tokens,
     visible,
 )
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import SEPARATOR
 from lib.tools.publish.cells import WIDGET_VIEW
-from tests.core.contrast import contrast
 from tests.lessons.stored import stored_outputs
 from tests.texts import tricky_text
 
@@ -112,19 +106,6 @@ def test_boxes_escape_what_html_would_read(tokenizer, text):
     assert markup.count("<span") == len(tokenizer.encode(text))
 
 
-def test_the_same_token_has_the_same_color_and_may_carry_a_title():
-    markup = show_tokens([b"a", b"b", b"a"], ["id 97", 'id "98"', "id 97"]).data
-    first, second, third = re.findall(r"<span[^>]*>", markup)
-    assert first == third != second
-    assert 'title="id &quot;98&quot;"' in second
-
-
-def test_boxes_have_dark_letters_on_an_opaque_light_ground():
-    """Readable on a light and on a dark page: contrast 7 or more (WCAG 2, level AAA)."""
-    letters = re.search(r"[^-]color:(#\w{6})", BOX)[1]
-    assert min(contrast(letters, background) for background in BACKGROUNDS) >= 7
-
-
 def example(numbers):
     """A docstring."""
     total = 0
@@ -149,13 +130,6 @@ def test_an_excerpt_links_to_its_first_line_in_its_file():
 def test_an_excerpt_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="contains 'total = 0'"):
         show_source(example, "return", "total = 0")
-
-
-def test_a_wrapped_text_is_the_same_text_in_html_and_in_print():
-    text = 'He said: "1 < 2 & 3"\n\n  Then\u00a0he left.'
-    shown = WrappedText(text)
-    assert repr(shown) == text
-    assert f">{html.escape(text)}</div>" in shown._repr_html_()
 
 
 def test_a_growing_text_is_shown_with_each_piece(monkeypatch):

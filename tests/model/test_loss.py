@@ -233,12 +233,6 @@ def test_losses_and_gradients_are_exact_where_logits_are_large(z_loss):
         assert_close(with_gradients(loss, logits), right, rtol=1e-5, atol=1e-7)
 
 
-def test_transforms_of_torch_func_are_refused_by_name():
-    hidden, weight, targets = make_inputs()
-    with pytest.raises(NotImplementedError, match=r"take cross_entropy\(hidden"):
-        torch.func.grad(lambda w: linear_cross_entropy(hidden, w, targets))(weight)
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "num_targets", "options", "message"),
     [

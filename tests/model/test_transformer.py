@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lib.model import transformer
-from lib.model.config import ATTENTION_KERNELS, ModelConfig
+from lib.model.config import ModelConfig
 from lib.model.transformer import (
     CausalSelfAttention,
     Linear,
@@ -99,8 +99,6 @@ def test_rope_multiplies_complex_numbers(head_dim, theta, dtype):
                 number = complex(x[batch, position, even], x[batch, position, odd]) * turn
                 ours = complex(rotated[batch, position, even], rotated[batch, position, odd])
                 assert abs(ours - number) < 9 * torch.finfo(dtype).eps * max(1, abs(number))
-    with pytest.raises(ValueError, match="head_dim must be even, and at least 2, got 7"):
-        RotaryEmbedding(7, 300, theta)
 
 
 def test_rope_rotates_at_the_positions_given():
@@ -117,12 +115,11 @@ def test_rope_rotates_at_the_positions_given():
 @pytest.mark.parametrize(
     "move",
     [
-        lambda rope: rope.half(),
         lambda rope: rope.to(torch.bfloat16).float(),
         lambda rope: rope.double(),
         lambda rope: rope.to("meta").to_empty(device="cpu"),
     ],
-    ids=["half", "bfloat16 and back", "double", "meta and back"],
+    ids=["bfloat16 and back", "double", "meta and back"],
 )
 def test_rope_keeps_its_angles_whatever_becomes_of_the_model(move):
     rope, moved = RotaryEmbedding(8, 300), move(RotaryEmbedding(8, 300))
@@ -193,27 +190,22 @@ def test_other_shapes_than_those_of_the_formula_are_refused():
     # as many targets, in another order
     with pytest.raises(ValueError, match=r"targets must have shape \(2, 8\) .*, got \(8, 2\)"):
         model.loss(token_ids, token_ids.T)
-    # a single row of cosines would serve any length
-    with pytest.raises(ValueError, match="x must have at most max_length 1, got 5"):
-        RotaryEmbedding(8, 1)(torch.ones(2, 5, 8))
-    for wrong in (torch.ones(2, 5, 6), torch.ones(2, 5, 8, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"x must be \(\.\.\., length, 8\) floating-point"):
-            RotaryEmbedding(8, 5)(wrong)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RMSNorm(8)(torch.ones(3, 7)), r"x must be \(\.\.\., 8\) floating-point .*, got"),
         # one number would be multiplied by all weights
         (lambda: RMSNorm(8)(torch.ones(3, 1)), r"got \(3, 1\) torch.float32"),
         (lambda: RMSNorm(2)(torch.ones(3, 2, dtype=torch.int64)), "torch.int64"),
         (lambda: swiglu(torch.ones(3, 7)), "an even number of columns, got 7"),
         (lambda: Linear(4, 4, stacked=3), "stacked must be a divisor of d_out 4, got 3"),
-        (lambda: Linear(4, 4, stacked=0), "stacked must be a divisor of d_out 4, got 0"),
-        (lambda: RotaryEmbedding(0, 4), "head_dim must be even, and at least 2, got 0"),
+        (lambda: RotaryEmbedding(7, 4), "head_dim must be even, and at least 2, got 7"),
         (lambda: RotaryEmbedding(2, 0), "max_length must be at least 1"),
         (lambda: RotaryEmbedding(2, 4, 0.0), "theta more than 0, got 4 and 0.0"),
+        # a single row of cosines would serve any length
+        (lambda: RotaryEmbedding(8, 1)(torch.ones(2, 5, 8)), "at most max_length 1, got 5"),
+        (lambda: RotaryEmbedding(8, 5)(torch.ones(2, 5, 6)), r"x must be \(\.\.\., length, 8\) fl"),
         (
             lambda: RotaryEmbedding(8, 9)(torch.ones(2, 3, 8), torch.arange(1)),
             r"positions must be \(\.\.\., length\), got \(1,\) for x \(2, 3, 8\)",
@@ -225,45 +217,14 @@ def test_parts_refuse_by_name_what_they_would_compute_wrongly(make, message):
         make()
 
 
-def test_a_head_with_a_bias_is_refused():
-    model, token_ids = make_model(), make_token_ids(2, 8)
-    model.lm_head = nn.Linear(32, 61)
-    for call in (model, lambda ids: model.loss(ids, ids)):
-        with pytest.raises(ValueError, match="lm_head must have no bias"):
-            call(token_ids)
-    model.lm_head = nn.Linear(32, 61, bias=False)
-    torch.testing.assert_close(model(token_ids), model.lm_head(model.hidden(token_ids)))
-
-
 @pytest.mark.parametrize("tied_embeddings", [False, True])
 def test_a_model_on_the_meta_device_becomes_real_by_loading(tied_embeddings):
     right, token_ids = make_model(tied_embeddings=tied_embeddings), make_token_ids(2, 8)
     with torch.device("meta"):
-        filled, assigned = TransformerLM(right.config), TransformerLM(right.config)
-    assert filled(token_ids.to("meta")).shape == (2, 8, 61)
-    filled.to_empty(device="cpu").load_state_dict(right.state_dict())
-    assigned.load_state_dict(right.state_dict(), assign=True)
-    assert filled(token_ids).equal(right(token_ids))
-    assert assigned(token_ids).equal(right(token_ids))
-
-
-def test_gradients_of_each_sequence_and_of_several_models_come_from_torch_func():
-    models, token_ids = [make_model(), make_model()], make_token_ids(3, 6)
-    models[1].reset_parameters(seeded(5))
-    weights, _ = torch.func.stack_module_state(models)
-
-    def loss(weights, ids):
-        logits = torch.func.functional_call(models[0], weights, (ids[None],))
-        return logits.square().mean()
-
-    of_each = torch.vmap(torch.func.grad(loss), (None, 0))
-    grads = torch.vmap(of_each, (0, None))(weights, token_ids)  # (models, sequences, …)
-    for index, model in enumerate(models):
-        for row, ids in enumerate(token_ids):
-            model.zero_grad()
-            model(ids[None]).square().mean().backward()
-            for name, right in gradients(model).items():
-                torch.testing.assert_close(grads[name][index, row], right, rtol=1e-4, atol=1e-5)
+        model = TransformerLM(right.config)
+    assert model(token_ids.to("meta")).is_meta
+    model.to_empty(device="cpu").load_state_dict(right.state_dict())
+    assert model(token_ids).equal(right(token_ids))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -378,17 +339,6 @@ def test_weights_are_drawn_once_or_not_at_all(draw, monkeypatch):
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
 
 
-@pytest.mark.parametrize("by_context", [False, True])
-def test_a_model_on_the_meta_device_takes_no_memory(by_context):
-    config = dataclasses.replace(CONFIG, d_model=1 << 15, d_ff=1 << 17)
-    if by_context:
-        with torch.device("meta"):
-            model = TransformerLM(config)
-    else:
-        model = TransformerLM(config, device="meta")
-    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
-
-
 def test_dtype_is_that_of_the_matrices_and_norms_stay_in_float32():
     model = TransformerLM(dataclasses.replace(CONFIG, qk_norm=True), dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
@@ -412,24 +362,6 @@ def test_bfloat16_is_close_to_float32(kernel, has_short_weights):
     assert loss.item() == pytest.approx(model.loss(token_ids, targets).item(), rel=0.01)
     for name, gradient in gradients(model).items():
         assert (gradients(short)[name] - gradient).norm() < 0.05 * gradient.norm(), name
-
-
-def test_names_of_weights_are_those_of_the_assignment():
-    names = {
-        name.replace("layers.1.", "layers.0.").replace("layers.0.", "")
-        for name in make_model().state_dict()
-    }
-    assert names == {
-        "token_embeddings.weight",
-        "ln1.weight",
-        "ln2.weight",
-        "attn.qkv_proj.weight",
-        "attn.output_proj.weight",
-        "ffn.w13.weight",
-        "ffn.w2.weight",
-        "ln_final.weight",
-        "lm_head.weight",
-    }
 
 
 @pytest.mark.parametrize(
@@ -547,17 +479,6 @@ def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(
         torch.testing.assert_close(gradients(fused)[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_compiled_model_takes_any_length_once_it_has_seen_two():
-    torch.compiler.reset()
-    counter = count_compilations("eager")
-    model = make_model()
-    compiled = torch.compile(model, backend=counter)
-    for length in range(2, 9):
-        token_ids = make_token_ids(2, length)
-        torch.testing.assert_close(compiled(token_ids), model(token_ids))
-    assert counter.frame_count == 2
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_compiled_blocks_share_one_compilation_without_a_break(fused, fused_on_cpu, monkeypatch):
     torch.compiler.reset()
@@ -605,13 +526,3 @@ def test_a_gpu_gives_the_loss_and_gradients_of_the_cpu(settings, dtype):
     for name, gradient in gradients(model).items():
         error = gradients(on_gpu)[name].cpu() - gradient
         assert error.norm() < tolerance * gradient.norm(), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("uses_kernels", [False, True])
-@pytest.mark.parametrize("kernel", sorted({*ATTENTION_KERNELS} - {"flash_attention_cuda"}))
-def test_kernels_of_attention_agree_in_the_model_on_a_gpu(kernel, uses_kernels):
-    model, token_ids = make_model(attention_kernel=kernel).cuda(), make_token_ids(3, 16)
-    model.use_kernels(uses_kernels)
-    right = make_model()(token_ids)
-    torch.testing.assert_close(model(token_ids.cuda()).cpu(), right, rtol=1e-4, atol=1e-4)

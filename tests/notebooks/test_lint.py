@@ -9,10 +9,10 @@ import nbformat
 import pytest
 from nbformat.v4 import new_markdown_cell, new_output
 
-from lib.tools.publish.cells import METADATA
-
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = "steps: int = 3  # how many there are"
+# of no machine's own disk
+PROSE = "%md Text, $x^2$, https://example.org/home/x, ../work/x, /kaggle/input/x."
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def lint():
 @pytest.fixture
 def good(tmp_path, make_notebook) -> Path:
     """A notebook as it is committed: run once, from top to bottom."""
-    path = make_notebook(tmp_path / "01_topic.ipynb", STEPS, "%md Text, $x^2$.", "steps + 1")
+    path = make_notebook(tmp_path / "01_topic.ipynb", STEPS, PROSE, "steps + 1")
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for count, cell in enumerate(code, start=1):
@@ -61,14 +61,10 @@ def cell(index, **fields):
 
 
 VIEW = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
-KERNEL = {"kernelspec": METADATA["kernelspec"] | {"name": "my-env"}}
 NOT_FOR_PAPERMILL = [
     "steps = 3  # without a type",
-    "steps: int = 3",
     "# above it\nsteps: int = 3",
     "steps: int | None = 3  # in a form that papermill does not read",
-    "steps: int = 3  # more than one = on a line",
-    "steps: list = [\n    3,  # not on the last line\n]",
 ]
 
 
@@ -76,7 +72,6 @@ NOT_FOR_PAPERMILL = [
     ("spoil", "complaint"),
     [
         (cell(4, execution_count=7), "cell 5: execution count is 7, not 3; run: make notebooks"),
-        (cell(4, execution_count=None), "cell 5: execution count is none"),
         (cell(4, outputs=[]), "cell 5: has no output but makes one"),
         (
             cell(4, source="show_table(rows)\nassert rows"),
@@ -90,10 +85,6 @@ NOT_FOR_PAPERMILL = [
         (
             output("stream", text="saved to /home/ada/book/data/x.npy"),
             "cell 5: output has a path of one machine, '/home/ada'",
-        ),
-        (
-            output("display_data", {"text/html": "<td>/Users/ada/book</td>"}),
-            "cell 5: output has a path of one machine, '/Users/ada'",
         ),
         (cell(4, source="open('C:\\\\data')"), "cell 5: source has a path of one machine"),
         (cell(0, source="Some text"), "cell 1: is not a Markdown cell that starts with the title"),
@@ -119,10 +110,6 @@ NOT_FOR_PAPERMILL = [
             lambda notebook: notebook.metadata.update(papermill={}),
             "metadata is not clean (['papermill']); run: make format",
         ),
-        (
-            lambda notebook: notebook.metadata.update(nbformat.from_dict(KERNEL)),
-            "metadata is not clean (kernelspec or language_info)",
-        ),
         (lambda notebook: notebook.cells.append(new_markdown_cell(" ")), "cell 6: is empty"),
         (
             cell(3, source="![a plot](https://example.org/plot.png)"),
@@ -147,26 +134,6 @@ def test_an_unnumbered_notebook_is_named(lint, good, capsys):
     good.rename(good.with_name("Untitled.ipynb"))
     assert lint.main(good.parent) == 1
     assert "Untitled.ipynb: is not named like 01_topic.ipynb" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("source", "shows"),
-    [
-        ("print(1)", True),
-        ("x = 1\nx", True),
-        ("x = 1\nx;", False),
-        ("axes.plot(x)", False),
-        ("def f():\n    print(1)", False),
-        ("import lib", False),
-    ],
-)
-def test_what_must_have_an_output(lint, source, shows):
-    assert lint._shows_something(source) is shows
-
-
-def test_addresses_and_relative_paths_are_no_machine_paths(lint):
-    for text in ("https://example.org/home/x", "data/tmp/x", "../work/x", "/kaggle/input/x", "a/b"):
-        assert list(lint._check_paths("source", text)) == []
 
 
 def test_every_committed_result_is_in_the_list_of_artifacts():

@@ -31,10 +31,6 @@ def fits(value, default) -> bool:
     return default is None or type(value) is type(default)
 
 
-def test_there_is_a_file_for_each_kind_of_machine():
-    assert {"laptop", "one_gpu", "several_gpus", "kaggle"} <= set(FILES)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_sets_what_its_notebooks_have(name):
     for job in plan(NOTEBOOKS, name, ROOT):

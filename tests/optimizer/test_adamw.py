@@ -144,44 +144,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, complai
     assert_equal(bits(params, optimizer), before)
 
 
-@pytest.mark.parametrize(
-    ("saved", "complaint"),
-    [
-        ([1], "state_dict must have state and param_groups, got <class 'list'>"),
-        ({"model": 1}, "state_dict must have state and param_groups, got ['model']"),
-        ("sgd", "a group must have lr, betas, eps, weight_decay, got ["),
-        ({"lr": -1.0}, "lr must be at least 0"),
-        ({"betas": (1.0, 0.9)}, "betas must be two numbers"),
-    ],
-    ids=str,
-)
-def test_the_state_of_something_else_is_refused_and_changes_nothing(saved, complaint):
-    params = make_params()
-    optimizer = AdamW(params)
-    before = copy.deepcopy(optimizer.state_dict())
-    if saved == "sgd":
-        saved = torch.optim.SGD(params).state_dict()
-    elif isinstance(saved, dict) and "model" not in saved:
-        groups = [before["param_groups"][0] | saved]
-        saved = {"state": {}, "param_groups": groups}
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        optimizer.load_state_dict(saved)
-    assert optimizer.state_dict() == before
-
-
-def test_one_tensor_for_two_groups_takes_no_two_learning_rates():
-    params = make_params()
-    two = [{"params": params[:1]}, {"params": params[1:]}]
-    optimizer = AdamW([dict(group) for group in two], lr=torch.tensor(0.5))
-    saved = AdamW([group | {"lr": lr} for group, lr in zip(two, (0.25, 0.125))]).state_dict()
-    with pytest.raises(ValueError, match=r"one tensor for 0\.25 and 0\.125"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    saved["param_groups"][1]["lr"] = 0.25
-    optimizer.load_state_dict(saved)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
 @ON_IMPLEMENTATIONS
 def test_a_parameter_made_float32_after_a_step_goes_on_from_its_own_value(implementation):
     narrow, wide = Parameter(torch.ones(2, dtype=torch.bfloat16)), Parameter(torch.ones(2))
@@ -207,17 +169,6 @@ def test_loading_keeps_the_learning_rate_a_tensor_and_the_same_one():
     by_number.load_state_dict(saved)
     assert by_number.param_groups[0]["lr"] == 0.5
     assert isinstance(by_number.param_groups[0]["lr"], float)
-
-
-def test_parameters_can_join_later():
-    params = make_params()
-    optimizer = AdamW(params[:1])
-    set_gradients(params, seed=0)
-    optimizer.step()
-    optimizer.add_param_group({"params": params[1:], "lr": 0.5})
-    optimizer.step()
-    assert [optimizer.state[param]["step"].item() for param in params[:2]] == [2, 1]
-    assert optimizer.param_groups[1]["weight_decay"] == 0.01
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -262,36 +213,25 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned():
         ({"betas": (0.9, 1.0)}, "betas must be"),
         ({"betas": (-0.1, 0.9)}, "betas must be"),
         ({"betas": (0.9,)}, "betas must be"),
-        ({"betas": 0.9}, "betas must be"),
-        ({"betas": (torch.tensor(0.9), 0.99)}, "betas must be"),
-        ({"lr": "0.1"}, "lr must be at least 0, or a 0-dim tensor, got '0.1'"),
         ({"eps": -1e-8}, "eps must be"),
         ({"weight_decay": -1}, "weight_decay must be"),
-    ],
-)
-def test_wrong_settings_are_refused_also_those_of_a_group(changes, complaint):
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        AdamW(make_params(), **changes)
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        AdamW([{"params": make_params(), **changes}])
-
-
-@pytest.mark.parametrize(
-    ("option", "complaint"),
-    [
         ({"amsgrad": True}, "amsgrad must be False for AdamW here, got True"),
-        ({"maximize": True}, "maximize must be False for AdamW here, got True"),
         ({"decoupled_weight_decay": False}, "decoupled_weight_decay must be True for AdamW here"),
     ],
 )
-def test_options_of_other_algorithms_are_refused_also_when_loaded(option, complaint):
+def test_wrong_settings_of_a_group_are_refused_also_when_loaded(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
-        AdamW([{"params": make_params(), **option}])
-    ours, state = AdamW(make_params()), AdamW(make_params()).state_dict()
-    state["param_groups"][0] |= option
+        AdamW([{"params": make_params(), **changes}])
+    optimizer = AdamW(make_params())
+    before, saved = optimizer.state_dict(), optimizer.state_dict()
+    saved["param_groups"][0] |= changes
     with pytest.raises(ValueError, match=complaint):
-        ours.load_state_dict(state)
-    assert not option.keys() & ours.param_groups[0].keys()
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict() == before
+    # and what has no settings of AdamW at all
+    del saved["param_groups"][0]["betas"]
+    with pytest.raises(ValueError, match="a group must have lr, betas, eps, weight_decay, got"):
+        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(
@@ -311,23 +251,6 @@ def test_a_state_of_pytorchs_goes_on_where_the_algorithm_is_the_same(peer, asser
         with torch.no_grad():
             torch._foreach_copy_(ours, theirs)
         loaded.load_state_dict(saved.state_dict())
-
-
-def test_a_parameter_that_is_there_twice_is_refused():
-    params = make_params()
-    with (
-        pytest.warns(UserWarning, match="duplicate parameters"),
-        pytest.raises(ValueError, match="each parameter once, got 6 in a list of 7"),
-    ):
-        AdamW([*params, params[0]])
-
-
-def test_an_unknown_implementation_and_an_empty_list_are_refused():
-    with pytest.raises(ValueError, match="one of auto, reference, foreach, triton, got 'fused'"):
-        AdamW(make_params(), implementation="fused")
-    with pytest.raises(ValueError, match="empty parameter list"):
-        AdamW([])
-    AdamW([{"params": []}]).step()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
@@ -357,8 +280,10 @@ def test_scalars_of_another_shape_are_refused(name):
         AdamW(params).step(**{name: torch.ones(1)})
 
 
-def test_triton_on_a_cpu_is_refused():
+def test_triton_on_a_cpu_and_an_unknown_implementation_are_refused():
     params = make_params()
     set_gradients(params, seed=0)
     with pytest.raises(ValueError, match="'auto' or 'foreach' for parameters on cpu"):
         AdamW(params, implementation="triton").step()
+    with pytest.raises(ValueError, match="one of auto, reference, foreach, triton, got 'fused'"):
+        AdamW(params, implementation="fused")

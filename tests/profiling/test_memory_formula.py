@@ -14,10 +14,7 @@ from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import CHUNK_BYTES, activation_bytes, activation_bytes_by_part
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.profiling.memory_formula import (
-    RankMemory,
-    rank_memory,
-)
+from lib.profiling.memory_formula import RankMemory, rank_memory
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 
 # Widths that 3 ranks divide, so that slices need no padding but for alignment.
@@ -174,22 +171,17 @@ def test_the_peak_is_at_an_end_of_backward_or_in_the_update(changes, peak):
     assert dataclasses.replace(MEMORY, **changes).peak == peak
 
 
-def test_moments_between_steps():
-    memory = dataclasses.replace(MEMORY, averaged_gradients=9)
-    assert (memory.before_step, memory.between_steps) == (59, 50)
-    stays = dataclasses.replace(memory, gradients_stay=True)
-    assert (stays.before_step, stays.between_steps) == (70, 70)
+@pytest.mark.parametrize(("gradients_stay", "moments"), [(False, (59, 50)), (True, (70, 70))])
+def test_moments_between_steps(gradients_stay, moments):
+    memory = dataclasses.replace(MEMORY, averaged_gradients=9, gradients_stay=gradients_stay)
+    assert (memory.before_step, memory.between_steps) == moments
 
 
 def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
-    config = dataclasses.replace(model_preset("tiny"), context_length=4096)
-    memory = rank_memory(config, ranks=1, dtype="float32", cuda=False)
-    assert memory.working == memory.forward == 4096 * 4 * (4 * 128 + 3 * 352)
-    wide = dataclasses.replace(config, vocab_size=10**6)
+    config = dataclasses.replace(model_preset("tiny"), context_length=4096, vocab_size=10**6)
+    memory = rank_memory(config, ranks=1, dtype="bfloat16", cuda=False)
     # beside the logits the head in bfloat16, its gradient in a chunk, and the sum in float32
-    sums = 10**6 * 128 * (2 + 8)
-    memory = rank_memory(wide, ranks=1, dtype="bfloat16", cuda=False)
-    assert memory.forward == 3 * CHUNK_BYTES + sums
+    assert memory.forward == 3 * CHUNK_BYTES + 10**6 * 128 * (2 + 8)
 
 
 # GB beyond weights on one H100 with PyTorch 2.11, under autocast to bfloat16, one sequence of `8b`

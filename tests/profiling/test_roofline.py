@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.core import figures
 from lib.core.records import read_records
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_by_part
@@ -19,7 +18,6 @@ from lib.profiling.roofline import (
     backward_costs,
     block_costs,
     block_functions,
-    draw_roofline,
     matmul_cost,
     measure_block,
     measure_call,
@@ -234,21 +232,3 @@ def test_records_give_limits_and_points_back(tmp_path, monkeypatch):
 
 def operation(name, cost, milliseconds=2.0):
     return MeasuredOperation(name, cost, milliseconds, 0.1)
-
-
-def test_the_figure_has_a_name_and_a_look_of_its_own_for_each_point():
-    costs = {"scores": Cost(10**9, 10**8), "mask and softmax": Cost(10**9, 10**8)}
-    points = [operation(name, cost) for name, cost in (costs | {"RMSNorm": Cost(4, 8)}).items()]
-    with figures.house_figure() as (_, axes):
-        draw_roofline(axes, LIMITS, points, title="A block")
-        assert axes.get_legend_handles_labels()[1] == ["scores", "mask and softmax", "RMSNorm"]
-        roof, _, *dots = axes.lines
-        assert max(roof.get_ydata()) == pytest.approx(1e3)
-        assert [dot.get_xdata()[0] for dot in dots] == [10, 10, 0.5]
-        assert len({(dot.get_color(), dot.get_marker()) for dot in dots}) == 3
-    for limits, unit in ((LIMITS, "GFLOP/s"), (Limits(1e15, 4e12), "TFLOP/s")):
-        with figures.house_figure() as (_, axes):
-            draw_roofline(axes, limits, [], title="A machine")
-            assert axes.get_ylabel() == f"performance ({unit})"
-            low, high = axes.get_xlim()
-            assert low < limits.ridge < high

@@ -44,13 +44,6 @@ def test_kernels_count_and_belong_to_the_innermost_phase_in_which_they_were_laun
     assert (line.communication_ms, line.exposed_ms) == (4, 3)
 
 
-def test_collectives_at_once_count_once():
-    kernels = [Span("gemm", 2000, 2500, "gpu 7", 1)]
-    kernels += [Span("nccl", 5000 + x, 6000 + x, f"gpu {x}", 2) for x in (0, 500)]
-    calls = [Span("cudaLaunchKernel", 3100, 3105, "main", c) for c in (1, 2)]
-    assert line_of(kernels, calls).communication == ((4, 5.5),)
-
-
 def on_cpu(*communication):
     operators = (
         Span("aten::addmm", 1000, 1500, "main"),

@@ -1,13 +1,10 @@
 """The sharded optimizer trains as one process does, and shares state, traffic and checkpoints."""
 
-import inspect
-import itertools
-
 import pytest
 import torch
 
-from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from tests.ddp.training_cases import OPTIMIZERS as TRAINED
+from tests.ddp.training_cases import check_training
 from tests.ddp.workers import launch, run_cases
 from tests.sharded_optimizer import cases
 from tests.sharded_optimizer import training_cases as training
@@ -22,9 +19,6 @@ WAYS = [
     for name in names
     for way in training.WAYS
 ]
-SAVED = ("parameters", "flat, overlapped")
-RESUMED = [*itertools.product((3, 2, 1), SAVED), (1, "unsharded")]
-
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 
@@ -35,9 +29,9 @@ def two_ranks():
 
 
 @pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory):
+def three_ranks():
     """What each of three ranks found; they also train in smaller groups."""
-    return launch(training.three_ranks, 3, OPTIMIZERS, tmp_path_factory.mktemp("shards"))
+    return launch(training.equality, 3, OPTIMIZERS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,29 +39,18 @@ def test_on_two_ranks(two_ranks, case):
     assert all(case in passed for passed in two_ranks)
 
 
-def check_training(results: list[dict], way: tuple[int, str, str]) -> None:
-    found = [result["training"][way] for result in results if way in result["training"]]
+def check_way(results: list[dict], way: tuple[int, str, str]) -> None:
+    found = [result[way] for result in results if way in result]
     assert len(found) == way[0]
-    # weights are of size 1 and below, and float32 has 24 bits; one rank trains as one process
-    tolerance = 16 * 2**-24 if way[0] > 1 else 0
-    assert max(result["error"] for result in found) <= tolerance
-    assert max(result["norm error"] for result in found) <= tolerance
-    assert len({result["digest"] for result in found}) == 1
+    # one rank trains as one process
+    check_training(found, is_exact=way[0] == 1)
     # all shards together are the state of one process
-    assert sum(result["elements"] for result in found) == found[0]["whole elements"]
+    assert sum(result.elements for result in found) == found[0].whole_elements
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_training_equals_that_of_one_process(three_ranks, way):
-    check_training(three_ranks, way)
-
-
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize(("size", "loaded"), RESUMED)
-def test_three_ranks_resume_on_other_numbers_and_strategies(three_ranks, saved, size, loaded):
-    errors = [result["resumed"].get((saved, size, loaded)) for result in three_ranks[3 - size :]]
-    is_same = size == 3 and loaded == saved
-    assert max(errors) <= (0 if is_same else 16 * 2**-24)
+    check_way(three_ranks, way)
 
 
 @pytest.mark.parametrize("how", ["parameters", "local"])
@@ -91,23 +74,6 @@ def test_schedulers_find_what_they_look_for():
     torch.optim.lr_scheduler.OneCycleLR(made, max_lr=1.0, total_steps=10)
     assert made.param_groups[0]["lr"] < 1e-1
     assert made.param_groups[0]["betas"][0] != 0.9
-
-
-def test_own_arguments_are_none_of_any_optimizer():
-    own = set(inspect.signature(ShardedOptimizer).parameters)
-    own -= {"params", "optimizer_cls", "kwargs"}
-    classes = [cls for cls in vars(torch.optim).values() if inspect.isclass(cls)]
-    assert len(classes) > 10
-    for cls in (AdamW, *classes):
-        assert not own & inspect.signature(cls).parameters.keys()
-
-
-@pytest.mark.parametrize("event", ["state_dict", "load_state_dict"])
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_a_hook_that_would_not_be_called_is_refused(event, when):
-    made = cases.made_of(cases.stack(), cases.SGD)
-    with pytest.raises(TypeError, match="calls no hook of state_dict or load_state_dict"):
-        getattr(made, f"register_{event}_{when}_hook")(lambda *args: None)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +100,12 @@ def test_wrong_arguments_are_named(options, message):
 @pytest.mark.gpu
 def test_training_on_gpus_equals_that_of_one_process():
     ranks = min(4, torch.cuda.device_count())
-    optimizers = {size: list(training.OPTIMIZERS) for size in range(1, ranks + 1)}
+    optimizers = {size: list(TRAINED) for size in range(1, ranks + 1)}
     results = launch(training.equality, ranks, optimizers, backend="nccl")
     for size, names in optimizers.items():
         for name in names:
             for way in training.WAYS:
-                check_training(results, (size, name, way))
+                check_way(results, (size, name, way))
 
 
 @pytest.mark.gpu

@@ -132,11 +132,6 @@ def test_chunks_are_about_as_long_as_asked_for():
         list(iter_chunks(io.BytesIO(b"x"), 0))
 
 
-def test_text_without_a_safe_cut_comes_whole():
-    data = "漢字".encode() * 1000
-    assert list(iter_chunks(io.BytesIO(data), 100)) == [data]
-
-
 def test_no_cut_within_the_white_space_before_a_special_token():
     # it is split as at the end of a text: both spaces are one pre-token
     data = b"word  <|a|>" + b"x" * 20

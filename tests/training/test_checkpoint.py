@@ -7,11 +7,8 @@ import itertools
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -36,22 +33,12 @@ FILES = [
     "tensors.safetensors",
 ]
 OPTIMIZERS = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.95)),
     "AdamW with a tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "AdamW in groups": lambda p: torch.optim.AdamW(
         [{"params": [each], "weight_decay": each.ndim / 8} for each in p], betas=(0.25, 0.5)
     ),
-    "SGD without state": functools.partial(torch.optim.SGD, lr=0.01),
     "LBFGS": functools.partial(torch.optim.LBFGS, max_iter=3),
 }
-
-
-class AwkwardSGD(torch.optim.SGD):
-    """Keeps `memory`, any value, with its state."""
-
-    def __init__(self, memory, params=None):
-        super().__init__(params or [nn.Parameter(torch.ones(2))], lr=0.1)
-        self.state[self.param_groups[0]["params"][0]]["memory"] = memory
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -138,34 +125,6 @@ def test_float32_state_of_bfloat16_parameters_is_not_rounded(tmp_path):
     assert_same(optimizer.state_dict(), resumed.state_dict())
 
 
-def test_nested_plain_values_of_an_optimizer_come_back_bit_for_bit(tmp_path):
-    number = torch.tensor([1 + 2j])
-    memory = {
-        "counts": {3: 1, "3": 2, "a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
-        "history": [(1, 2.5, None), [], {}, {"x": (torch.arange(3), True)}],
-        "odd": [float("inf"), 0.1 + 0.2, 2**70, "é"],
-        "twice": [number, number, number.conj()],
-    }
-    optimizer, other = AwkwardSGD(memory), AwkwardSGD(None)
-    optimizer.param_groups[0]["names"] = (("a", 1), ["b"])
-    load_checkpoint(
-        save_checkpoint(tmp_path, step=0, model={}, optimizer=optimizer), optimizer=other
-    )
-    twice = memory["twice"]
-    twice[2] = twice[2].resolve_conj()
-    assert_same(optimizer.state_dict(), other.state_dict())
-
-
-def test_a_learning_rate_tensor_stays_one_and_takes_the_saved_value(tmp_path):
-    model, lr = make_model(), torch.tensor(0.1)
-    saved = torch.optim.AdamW(model.parameters(), lr=0.25)
-    save_checkpoint(tmp_path, step=0, model=model, optimizer=saved)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    load_checkpoint(tmp_path, optimizer=optimizer)
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert lr.item() == 0.25
-
-
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     def make(is_tied: bool) -> nn.Module:
         model = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
@@ -192,7 +151,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool"],
+    ["float64", "float32", "bfloat16", "float16", "int64", "uint8", "bool"],
 )
 def test_every_bit_of_a_tensor_comes_back(tmp_path, dtype):
     generator = torch.Generator().manual_seed(0)
@@ -215,15 +174,6 @@ def test_every_bit_of_a_tensor_comes_back(tmp_path, dtype):
     stored = loaded.path / "tensors.safetensors"
     stored.write_bytes(bytes(stored.stat().st_size))
     assert_same(tensors, loaded.tensors)
-
-
-def test_views_of_one_memory_that_are_read_differently_are_not_tied(tmp_path):
-    number = torch.tensor([1 + 2j], dtype=torch.complex64)
-    tensors = {"it": number, "conjugate": number.conj()}
-    tensors |= {"part": number.imag, "negative": number.conj().imag}
-    save_checkpoint(tmp_path, step=0, model={}, tensors=tensors)
-    for name, loaded in load_checkpoint(tmp_path).tensors.items():
-        assert torch.equal(loaded, tensors[name]), name
 
 
 def test_extra_and_step_come_back(tmp_path):
@@ -315,18 +265,6 @@ def test_a_checkpoint_that_is_deleted_before_or_while_it_is_read_gives_the_next(
     monkeypatch.setattr(lib.training.checkpoint, name, beside_a_training)
     assert load_checkpoint(tmp_path, model=make_model()).step == 3
     assert not caplog.messages
-
-
-@pytest.mark.parametrize("read", [newest_checkpoint, load_checkpoint])
-def test_a_folder_whose_checkpoints_all_vanish_is_an_error_after_a_few_tries(
-    tmp_path, monkeypatch, read
-):
-    listings = mock.Mock(return_value=[tmp_path / "step-00000001"])
-    monkeypatch.setattr(lib.training.checkpoint, "list_checkpoints", listings)
-    with pytest.raises(FileNotFoundError, match="was deleted before it was read, 5 times"):
-        read(tmp_path)
-    # the newest of none is None, which is found out before
-    assert listings.call_count == 5 + (read is newest_checkpoint)
 
 
 def test_where_there_are_none_the_newest_is_none(tmp_path):
@@ -434,50 +372,22 @@ def test_keep_last_deletes_oldest_first_and_hides_before_it_deletes(tmp_path, mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"step": -1}, "step must be at least 0, a whole number, got -1"),
-        ({"step": True}, "step must be at least 0, a whole number, got True"),
-        ({"keep_last": True}, "keep_last must be at least 1, got True"),
-        ({"step": 2.5}, "step must be at least 0, a whole number, got 2.5"),
-        ({"extra": {"path": ROOT}}, "extra and .* must be JSON values: .*Path"),
-        ({"extra": {"losses": [{3: 0.5}]}}, r"extra and .* keys must be text, got \[3\]"),
-        ({"tensors": {3: torch.ones(1)}}, "tensors: 3 must be named by text, got a int"),
-        ({"tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "tensors: .* no dtype .*128"),
+        ({"step": -1}, "step must be at least 0, got -1"),
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
-        ({"tensors": {"a": 3}}, "tensors: a must be a tensor, got int"),
-        ({"tensors": {"a": torch.ones(2).to_sparse()}}, "tensors: a must be dense, got .*_coo"),
-        ({"model": nn.Linear(1, 1, device="meta")}, "model: weight must be a tensor with memory"),
-        ({"model": {"__metadata__": torch.ones(1)}}, "model: __metadata__ must be under another"),
-        ({"optimizer": AwkwardSGD({3: {1, 2}})}, "the optimizer's settings must be JSON values"),
+        ({"extra": {"path": ROOT}}, "extra and .* must be JSON values: .*Path"),
+        ({"tensors": {"a": torch.ones(1, dtype=torch.complex64)}}, "tensors: a must .*complex64"),
+        ({"tensors": {"a": 3}}, "tensors: a must be a dense tensor .*, got int"),
+        ({"model": {"a": torch.ones(2).to_sparse()}}, "model: a must be a dense .*_coo"),
+        (
+            {"optimizer": torch.optim.SGD([{"params": [torch.ones(1)], "odd": {1, 2}}], lr=0.1)},
+            "the optimizer's settings must be JSON values",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_by_name(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         save_checkpoint(tmp_path, **{"step": 1, "model": nn.Identity()} | arguments)
     assert visible(tmp_path) in ([], [".lock"])
-
-
-def save_beyond_a_limit(folder: Path, said: Path) -> None:
-    """Save a checkpoint where no file may grow beyond 100 kB, and write down the error."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try:
-        save_checkpoint(folder, step=2, model=nn.Linear(200, 200))
-    except OSError as error:
-        said.write_text(str(error))
-
-
-def test_a_file_that_grows_too_large_is_named(tmp_path, processes):
-    folder, said = tmp_path / "checkpoints", tmp_path / "said"
-    save_steps(folder, 1)
-    process = processes.Process(target=save_beyond_a_limit, args=(folder, said))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    message = said.read_text()
-    assert "File too large" in message
-    assert ".step-00000002.partial/model.safetensors" in message
-    assert visible(folder) == [".lock", "step-00000001"]
-    assert load_checkpoint(folder).step == 1
 
 
 def leave_out(manifest: Path, name: str) -> None:
@@ -547,30 +457,12 @@ def test_random_numbers_continue(tmp_path):
         set_rng_state(rng_state("cpu"), "cuda")
 
 
-def test_nothing_is_pickled(tmp_path, monkeypatch):
-    def refuse(*arguments, **keywords):
-        raise AssertionError("pickle is used")
-
-    for name in ("dump", "dumps", "Pickler", "load", "loads", "Unpickler"):
-        monkeypatch.setattr(f"pickle.{name}", refuse)
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 1, seed=0)
-    path = save_checkpoint(
-        tmp_path, step=1, model=model, optimizer=optimizer, tensors=rng_state("cpu")
-    )
-    load_checkpoint(path, model=model, optimizer=optimizer)
-    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
-
-
 @pytest.mark.gpu
-# whether AdamW's step counts are on the GPU; they stay where they were
-@pytest.mark.parametrize("is_on_device", [True, False])
-def test_training_on_a_gpu_continues_bit_for_bit(tmp_path, is_on_device):
+def test_training_on_a_gpu_continues_bit_for_bit(tmp_path):
     def make():
         model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 2)).cuda()
-        lr = torch.tensor(0.01, device="cuda") if is_on_device else 0.01
-        return model, torch.optim.AdamW(model.parameters(), lr=lr, capturable=is_on_device)
+        lr = torch.tensor(0.01, device="cuda")
+        return model, torch.optim.AdamW(model.parameters(), lr=lr, capturable=True)
 
     def train_on_gpu(model, optimizer):
         for _ in range(3):
@@ -590,7 +482,7 @@ def test_training_on_a_gpu_continues_bit_for_bit(tmp_path, is_on_device):
     assert_same(model.state_dict(), resumed.state_dict())
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", "[" * 100_000], ids=["list", "empty", "nested"])
+@pytest.mark.parametrize("state", ["[]", "{}"])
 def test_a_state_that_is_no_checkpoints_is_named(tmp_path, state):
     save_checkpoint(tmp_path, step=1, model=make_model())
     path = newest_checkpoint(tmp_path)

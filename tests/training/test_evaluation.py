@@ -135,17 +135,6 @@ def test_the_mode_is_evaluation_and_then_as_before_also_after_an_error(is_traini
     assert modes == (is_training, is_training, False)
 
 
-def test_autocast_computes_in_its_dtype(model):
-    tokens = random_ids(50)
-    exact, same, short = (
-        evaluate(model, tokens, BYTES, batch_size=2, device="cpu", autocast=dtype)
-        for dtype in (None, torch.float32, torch.bfloat16)
-    )
-    assert exact == same
-    assert short != exact
-    assert short.loss == pytest.approx(exact.loss, rel=1e-2)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -103,14 +103,9 @@ def test_a_folder_with_files_is_not_written_to(make_run, name):
     with pytest.raises(ValueError, match="folder must be new, empty"):
         export(run, name)
     assert before == {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")}
-    exported = export(run, "new")
-    # not even a whole export, which may have been worked on
-    with pytest.raises(ValueError, match="folder must be new"):
-        export(run, "new")
-    # nor a run, nor a folder with a tokenizer alone, as of data
-    for output in (run, run.parent / "folder"):
-        with pytest.raises(ValueError, match="output must be new, empty or an unfinished import"):
-            import_model(ImportConfig(folder=exported, output=output))
+    # nor does an import write into a run
+    with pytest.raises(ValueError, match="output must be new, empty or an unfinished import"):
+        import_model(ImportConfig(folder=export(run, "new"), output=run))
 
 
 def test_an_export_can_be_repeated_after_it_failed(make_run, monkeypatch):
@@ -214,28 +209,28 @@ def test_only_the_files_that_transformers_reads_are_imported(make_run):
             import_(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float64, torch.bfloat16])
-def test_weights_of_several_dtypes_become_one_or_are_refused_by_name(make_run, dtype):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda head: head.bfloat16(), None),
+        (lambda head: head.double(), "must be float32, bfloat16 or float16, got torch.float64"),
+        (
+            lambda head: head.index_fill(1, torch.tensor([3]), math.nan),
+            "must be finite, got 257 NaN",
+        ),
+    ],
+)
+def test_weights_of_several_dtypes_become_one_or_are_refused_by_name(make_run, change, message):
     folder = export(make_run())
     weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["lm_head.weight"].to(dtype)
+    head = weights["lm_head.weight"] = change(weights["lm_head.weight"])
     save_file(weights, folder / "model.safetensors")
-    if dtype != torch.bfloat16:
-        with pytest.raises(ValueError, match=f"lm_head.weight must be .*, got {dtype}"):
+    if message:
+        with pytest.raises(ValueError, match=f"lm_head.weight {message}"):
             import_(folder)
-        return
-    model, _, _ = load_model(import_(folder), "cpu")
-    assert torch.equal(model.output_weight, weights["lm_head.weight"].float())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused_by_name(make_run, value):
-    folder = export(make_run())
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"][3, :2] = value
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lm_head\.weight must be finite, got 2 NaN"):
-        import_(folder)
+    else:
+        model, _, _ = load_model(import_(folder), "cpu")
+        assert torch.equal(model.output_weight, head.float())
 
 
 @pytest.mark.parametrize(
@@ -291,8 +286,9 @@ def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch):
     assert "artifacts/runs/fox" in capsys.readouterr().out
     flags = ["--max_new_tokens", "3", "--device", "cpu", "--prompts", "a"]
     assert main(["generate", *flags]) == 0
-    assert main(["export", "run", "fox"]) == 2
-    assert "folder must be one word, got run fox" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "run", "fox"])
+    assert "Unrecognized options: fox" in capsys.readouterr().err
     assert main(["export"]) == 2
     assert "folder must be a path, as in `export DIR`" in capsys.readouterr().err
 
@@ -305,45 +301,6 @@ def transformers():
     return pytest.importorskip(
         "transformers", reason="needs transformers: pip install -r .ci/requirements-interop.txt"
     )
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return getattr(out := model(ids), "logits", out)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_gives_an_exported_run_the_same_logits(make_run, transformers, tied):
-    run = make_run(tied_embeddings=tied)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(export(run))
-    ids = torch.randint(257, (3, 32))
-    ours, _, _ = load_model(run, "cpu")
-    torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("tied", "key_heads"), [(False, 4), (True, 4), (False, 2)])
-def test_an_imported_llama_gives_the_logits_of_transformers(
-    make_run, transformers, tied, key_heads
-):
-    torch.manual_seed(1)
-    folder = export(make_run())
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=key_heads,
-        intermediate_size=48,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-    )
-    theirs = transformers.LlamaForCausalLM(config)
-    theirs.save_pretrained(folder)
-    ours, _, _ = load_model(import_(folder), "cpu")
-    ids = torch.randint(300, (3, 32))
-    assert logits(theirs, ids).std() > 0.1
-    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), atol=1e-5, rtol=0)
 
 
 def test_a_model_that_transformers_has_saved_again_comes_back(tiny, transformers, tmp_path):

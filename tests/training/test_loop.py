@@ -26,7 +26,7 @@ from lib.data.token_array import load_token_array
 from lib.training.checkpoint import load_checkpoint
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.evaluation import bytes_of_token, evaluate
-from lib.training.generation import generate_text, load_model
+from lib.training.generation import load_model
 from lib.training.loop import train
 from lib.training.metrics import read_metrics
 from lib.training.step import TrainStep
@@ -55,18 +55,6 @@ def test_a_run_leaves_what_it_was_and_how_it_went(straight):
     assert all(r["tokens"] == r["step"] * 4 * 8 for r in records)
 
 
-def test_the_bar_moves_with_each_step(config, tmp_path, monkeypatch):
-    steps = []
-
-    def advance(self, step, **figures):
-        steps.append((step, sorted(figures)))
-
-    monkeypatch.setattr(lib.training.metrics.MetricsLog, "advance", advance)
-    train(dataclasses.replace(config, output=tmp_path / "run", steps=5, eval_interval=0))
-    figures = [["loss", "tokens_per_s"], ["loss", "tokens_per_s", "validation_loss"]]
-    assert steps == [(1, []), (2, []), (3, []), (4, figures[0]), (5, figures[1])]
-
-
 def test_a_repeated_run_has_the_same_bits_and_a_result_that_tells_of_it(straight, config, capsys):
     records = []
     result = train(config, on_metrics=records.append)
@@ -80,22 +68,6 @@ def test_a_repeated_run_has_the_same_bits_and_a_result_that_tells_of_it(straight
     assert last.startswith("step 26/26")
     assert f"loss {records[-2]['loss']:.3f}, " in last
     assert f"validation loss {result.evaluation.loss:.3f}" in last
-
-
-@pytest.mark.parametrize("defaults", [("cpu", torch.float64), ("cpu", torch.bfloat16), ("meta",)])
-def test_torchs_default_device_and_dtype_change_nothing(straight, config, defaults):
-    device, *dtype = defaults
-    before = torch.get_default_dtype()
-    torch.set_default_device(device)
-    torch.set_default_dtype(*dtype or [before])
-    try:
-        train(config)
-        model, tokenizer, _ = load_model(config.output, "cpu")
-        generate_text(model, tokenizer, ["a"], max_new_tokens=1)
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(before)
-    assert_same_run(config.output, straight)
 
 
 def test_a_line_is_the_mean_of_its_steps_at_the_learning_rate_of_the_last(straight, config):
@@ -323,7 +295,8 @@ def test_an_evaluation_after_its_checkpoint_is_kept_when_the_run_is_resumed(conf
     steps, original = [], lib.training.loop.evaluate
     evaluate = lambda *a, **k: (steps.append(1), original(*a, **k))[1]  # noqa: E731
     monkeypatch.setattr(lib.training.loop, "evaluate", evaluate)
-    train(config)
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:\d+ is not a record, skipped"):
+        train(config)
     assert lines(config.output)[: len(before)] == before
     assert [r["step"] for r in lines(config.output) if "validation_loss" in r] == [4, 8, 12, 16]
     assert len(steps) == 1
@@ -391,7 +364,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_continues_later(
 
 def test_a_folder_or_metrics_that_vanish_are_named(stopped):
     (stopped.output / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, 0 bytes"):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl is missing"):
         train(stopped)
     assert checkpoint_names(stopped.output) == ["step-00000009", "step-00000010"]
 
@@ -477,21 +450,3 @@ def test_only_consecutive_steps_end_a_run_also_across_an_interruption(config, mo
     assert train(config, on_metrics=signals_at(12, signal.SIGTERM)).step == 12
     with pytest.raises(FloatingPointError, match="step 14"):
         train(config)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_bar_is_at_the_last_step_while_that_is_saved_and_evaluated(
-    config, monkeypatch, capsys, is_terminal
-):
-    shown = []
-    save = lib.training.loop._save
-    monkeypatch.setattr(
-        lib.training.loop, "_save", lambda *a: (shown.append(capsys.readouterr().err), save(*a))
-    )
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    train(dataclasses.replace(config, steps=3, checkpointing_interval=0))
-    assert [text.split("\r")[-1].startswith("step 3/3") for text in shown] == [is_terminal]
-    # a plain line has the figures of its evaluation
-    last = capsys.readouterr().err.strip().splitlines()[-1].split("\r")[-1]
-    assert last.startswith("step 3/3")
-    assert "validation loss" in last or is_terminal

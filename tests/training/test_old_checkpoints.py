@@ -9,8 +9,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lib.core.files import sha256_file
-from lib.training.checkpoint import load_checkpoint, save_checkpoint
+from lib.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lib.training.loop import train as train_run
 from lib.training.tensor_files import pack
+from tests.training.runs import assert_same_run
 from tests.training.test_checkpoint import assert_same, make_model, train
 
 
@@ -21,9 +23,9 @@ def trained():
     return model, optimizer
 
 
-def as_format_1(path, optimizer) -> None:
-    """Write the manifest anew, and `optimizer` into state.json."""
-    state = json.loads((path / "state.json").read_text()) | {"optimizer": optimizer}
+def as_format_1(path, **changes) -> None:
+    """Write the manifest anew, and `changes` into state.json."""
+    state = json.loads((path / "state.json").read_text()) | changes
     (path / "state.json").write_text(json.dumps(state))
     listed = [file for file in path.iterdir() if file.name != "manifest.json"]
     files = {file.name: (file.stat().st_size, sha256_file(file)) for file in listed}
@@ -45,7 +47,8 @@ def test_the_state_of_an_optimizer_that_is_not_sharded(tmp_path):
     state = pack(optimizer.state_dict(), "optimizer", tensors)
     save_file(tensors, path / "optimizer.safetensors")
     parameters = [[name, "AdamW", list(p.shape)] for name, p in model.named_parameters()]
-    as_format_1(path, {"parameters": parameters, "on_cpu": [*tensors], "state": state})
+    packed = {"parameters": parameters, "on_cpu": [*tensors], "state": state}
+    as_format_1(path, optimizer=packed)
     assert_loads(path, model, optimizer)
 
 
@@ -71,8 +74,16 @@ def test_the_shards_of_two_ranks(tmp_path):
         shard = {"param_groups": whole["param_groups"], "state": states, "ranges": ranges}
         shard |= {"shapes": shapes, "rank": rank, "world_size": 2, "save": "0123"}
         torch.save(shard, path / f"shard-{rank:05d}-of-00002.pt")
-    as_format_1(path, None)
+    as_format_1(path)
     assert_loads(path, model, optimizer)
+
+
+def test_progress_that_held_more_is_resumed_exactly(stopped, straight):
+    path = newest_checkpoint(stopped.output / "checkpoints")
+    extra = load_checkpoint(path).extra
+    as_format_1(path, extra=extra | {"progress": extra["progress"] | {"metrics_position": 7}})
+    assert train_run(stopped).status == "finished"
+    assert_same_run(stopped.output, straight)
 
 
 class Payload(nn.Module):
@@ -83,6 +94,6 @@ def test_a_pickle_that_would_run_is_refused(tmp_path):
     model, optimizer = trained()
     path = save_checkpoint(tmp_path, step=3, model=model)
     torch.save({"state": Payload()}, path / "shard-00000-of-00001.pt")
-    as_format_1(path, None)
+    as_format_1(path)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         load_checkpoint(path, model=model, optimizer=optimizer)

@@ -21,15 +21,12 @@ from lib.core.settings import to_json
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.settings import DDP_WRAPPERS
 from lib.ddp.wrappers import WRAPPERS
-from lib.model.transformer import TransformerLM
-from lib.sharded_optimizer import optimizer
 from lib.training import parallelism
 from lib.training.checkpoint import load_checkpoint, newest_checkpoint
 from lib.training.config import TrainConfig, TrainingWrapper
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
-from lib.training.parallelism import check_wrapper, parallelize
-from lib.training.step import TrainStep
+from lib.training.parallelism import check_wrapper
 from tests.training import ranks as workers
 from tests.training.runs import (
     CONFIG,
@@ -167,33 +164,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_alone_is_reported_and_not_skipped
         assert not is_same
 
 
-def test_zero1_gathers_under_the_next_forward_pass(ranks):
-    for found in ranks:
-        eager, recorded = result_of(found["gathers"])
-        # a CUDA graph begins and ends its gathers itself
-        assert eager["pending"] > recorded["pending"] == 0
-        assert eager["rows"] == recorded["rows"]
-        assert all(map(torch.equal, eager["weights"], recorded["weights"]))
-
-
-def operations(**changes) -> list[str]:
-    """The names of all operations of a step in one process."""
-    config = dataclasses.replace(workers.STEP, **changes)
-    model = TransformerLM(config.model, generator=torch.Generator().manual_seed(0))
-    step = TrainStep(model, config, workers.CPU, torch.float32)
-    step(workers.part(0, 0, 2), 1e-2)
-    with torch.profiler.profile() as profiler:
-        step(workers.part(1, 0, 2), 1e-2)
-        step.read_log()
-    return [event.name for event in profiler.events() if event.name.startswith("aten::")]
-
-
-def test_one_rank_computes_nothing_for_the_sake_of_others():
-    expected = operations(ddp_wrapper="none")
-    for name in workers.WRAPPERS:
-        assert operations(ddp_wrapper=name) == expected
-
-
 def test_wrappers_are_those_that_a_config_takes():
     assert tuple(WRAPPERS) == DDP_WRAPPERS
     assert tuple(parallelism.KINDS) == get_args(TrainingWrapper)
@@ -211,26 +181,13 @@ def test_compiled_steps_learn_what_one_process_learns():
                 assert one == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.parametrize("sharded", ["none", "zero1"])
-def test_the_default_bucket_is_a_32nd_of_the_gradients(sharded, monkeypatch):
-    caps = []
-
-    def note(*args, bucket_cap_mb, **options):
-        caps.append(bucket_cap_mb)
-
-    monkeypatch.setattr(parallelism, "world_size", lambda group=None: 2)
-    monkeypatch.setattr("lib.ddp.settings.LEAST_CAP_MB", 0.0)
-    monkeypatch.setattr(parallelism, "wrap", note)
-    monkeypatch.setattr(optimizer, "ShardedOptimizer", note)
-    loss = torch.nn.Module()
-    loss.model = torch.nn.Linear(2**20, 160, bias=False, device="meta")
-    config = TrainConfig(ddp_wrapper="flashddp", sharded_optimizer=sharded)
-    parallelize(loss, config, torch.zeros(()), None)
-    # of the wrapper and of the optimizer, whose gradients have 640 MiB
-    assert caps == [20.0] * (2 if sharded == "zero1" else 1)
-    caps.clear()
-    parallelize(loss, dataclasses.replace(config, bucket_size_mb=3.0), torch.zeros(()), None)
-    assert set(caps) == {3.0}
+def test_zero1_gathers_under_the_next_forward_pass(ranks):
+    for found in ranks:
+        eager, recorded = result_of(found["gathers"])
+        # a CUDA graph begins and ends its gathers itself
+        assert eager["pending"] > recorded["pending"] == 0
+        assert eager["rows"] == recorded["rows"]
+        assert all(map(torch.equal, eager["weights"], recorded["weights"]))
 
 
 @pytest.mark.gpu
@@ -251,27 +208,14 @@ def test_steps_recorded_on_two_gpus_are_those_launched(name):
     ("changes", "message"),
     [
         ({"ddp_wrapper": "none"}, "ddp_wrapper 'none' on 2 ranks averages no gradients; use"),
-        ({"ddp_wrapper": "none", **workers.TORCH_ZERO}, "ddp_wrapper 'none' on 2 ranks averages"),
         ({"ddp_wrapper": "none", **workers.PARAMETERS}, "zero1_strategy must be 'flat'"),
-        (
-            {"ddp_wrapper": "torch_ddp", "cuda_graph": True},
-            "cuda_graph must be False with ddp_wrapper 'torch_ddp'",
-        ),
         (
             {"ddp_wrapper": "fsdp2", "cuda_graph": True},
             "cuda_graph must be False with ddp_wrapper 'fsdp2'.* ddp_wrapper flashddp can do it",
         ),
         (
-            {"ddp_wrapper": "fsdp2", "low_precision_weights": True},
-            "low_precision_weights must be False with ddp_wrapper 'fsdp2'",
-        ),
-        (
-            {"sharded_optimizer": "torch_zero", "cuda_graph": True},
-            "cuda_graph must be False with sharded_optimizer 'torch_zero'.* zero1 can do it",
-        ),
-        (
             {"sharded_optimizer": "torch_zero", "low_precision_weights": True},
-            "low_precision_weights must be False with sharded_optimizer 'torch_zero'",
+            "low_precision_weights must be False with sharded_optimizer 'torch_zero'.* zero1 can",
         ),
     ],
 )
@@ -293,17 +237,18 @@ def test_evaluations_are_those_of_one_process(ranks):
 @pytest.mark.parametrize("name", workers.EVALUATED)
 def test_a_model_in_training_is_evaluated_as_by_one_process(ranks, name):
     expected = workers.evaluations()
+    # a divided model computes its losses from other layouts
+    tolerance = 1e-6 if name.startswith("fsdp") else 0
     for found in ranks:
-        assert result_of(found["evaluated in training"][name]) == expected
+        for one, other in zip(result_of(found["evaluated in training"][name]), expected):
+            right = pytest.approx(dataclasses.astuple(other), rel=tolerance, abs=0)
+            assert dataclasses.astuple(one) == right
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
 def test_a_divided_model_is_evaluated_a_block_at_a_time(ranks, name):
-    expected = workers.evaluations()
     for found in ranks:
-        evaluations, held = result_of(found["divided"][name])
-        for one, other in zip(evaluations, expected, strict=True):
-            assert dataclasses.astuple(one) == pytest.approx(dataclasses.astuple(other), rel=1e-6)
+        held = result_of(found["held in evaluation"][name])
         # two blocks of eight, the part outside of blocks, and activations
         taken = held["most"] - held["before"]
         outside = held["model"] - 8 * held["block"]
@@ -363,7 +308,7 @@ def test_each_way_resumes_the_run_of_another_or_of_one_process(ranks, folder, on
     assert_close_run(folder / "chain", one_process)
 
 
-@pytest.mark.parametrize("name", ["from zero1", "from fsdp", "from fsdp2"])
+@pytest.mark.parametrize("name", ["from zero1", "from fsdp"])
 def test_a_run_of_three_ranks_is_resumed_by_two_and_by_one(
     ranks, config, folder, one_process, name
 ):
@@ -420,12 +365,9 @@ def test_a_rank_killed_in_saving_leaves_the_checkpoint_before(config, folder, on
             ValueError,
             "= batch_size 4 × gradient_accumulation_steps 1 × world_size 2",
         ),
-        ("no folder", OSError, "/proc/run"),
         ("one device", ValueError, "device must be auto on several ranks"),
         ("too high", FloatingPointError, "consecutive non-finite step 3"),
-        ("full disk", OSError, "no space left to write a checkpoint"),
         ("not shared", FileNotFoundError, "on a disk that all hosts share"),
-        ("sequences", ValueError, "sequences must be int64 of shape (6, 9), got torch.int64 of (9"),
         ("no tokens", ValueError, "tokens must have at least 2 ids, got 1"),
         ("fewer tokens", ValueError, "number of batches must be the same on all ranks"),
         ("resuming", OSError, "no such disk"),
@@ -528,13 +470,3 @@ def test_a_pipeline_of_ranks_makes_data_trains_and_prints_once(tmp_path):
         assert output.count(text) == 1, output
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["world_size"] == 2
-
-
-@pytest.mark.slow
-def test_an_error_of_all_ranks_is_one_line(tmp_path):
-    command = ("--standalone", "--nproc_per_node=2", "-m", "lib", "train", "--data", tmp_path)
-    agent = torchrun(*command)
-    output, _ = agent.communicate(timeout=120)
-    assert agent.returncode != 0
-    assert output.count("error: ") == output.count("has no bpe.json") == 1
-    assert "exitcode: 2" in output.replace(" ", "").replace("exitcode:", "exitcode: ")

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 
-from lib.tokenizer.bpe import Tokenizer
 from lib.training.config import SampleConfig
 from lib.training.pipeline import run_pipeline
 from lib.training.step import TrainStep
@@ -63,31 +62,6 @@ def test_without_the_data_step_the_arrays_that_there_are_are_used(whole, tmp_pat
     rows, result, again = run(dataclasses.replace(skipping, skip_data=True))
     assert rows == []
     assert (result.status, result.output, again) == ("up to date", before.output, texts)
-
-
-@pytest.mark.parametrize("has_data", [False, True])
-def test_an_empty_prompt_without_an_end_of_text_token_is_refused_before_any_work(
-    whole, tmp_path, has_data, monkeypatch
-):
-    corpus = dataclasses.replace(whole.corpus, special_tokens=("<|pad|>",))
-    config = dataclasses.replace(whole, corpus=corpus)
-    if has_data:
-        tokenize(whole.corpus)
-        vocab, merges = Tokenizer.load(tmp_path / "out").parts[:2]
-        Tokenizer(vocab, merges, corpus.special_tokens).save(tmp_path / "out/bpe.json")
-        config = with_training(whole, data=tmp_path / "out")
-    monkeypatch.setattr("lib.data.prepare.tokenize_corpus", lambda *a, **k: pytest.fail("it works"))
-    with pytest.raises(ValueError, match=r"prompts must not be empty texts .* got \('<\|pad"):
-        run(config)
-    assert not list((tmp_path / "runs").iterdir())
-
-
-def test_an_empty_prompt_needs_an_end_of_text_token_of_the_data_alone(whole, tmp_path):
-    tokenize(whole.corpus)
-    corpus = dataclasses.replace(whole.corpus, special_tokens=())
-    config = with_training(whole, data=tmp_path / "out")
-    _, result, texts = run(dataclasses.replace(config, corpus=corpus, skip_data=True))
-    assert (result.status, len(texts)) == ("finished", 2)
 
 
 def test_data_that_are_given_are_trained_on_in_place_of_the_corpus(whole, tmp_path):

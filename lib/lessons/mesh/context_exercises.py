@@ -47,8 +47,6 @@ weight * out + new_weight * new_out =>
 torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
     | the exponential of a log-sum-exp in the hundreds is infinite or 0; take the larger of the two
     out first
-torch.logaddexp(lse, new_lse) => lse + torch.log1p(torch.exp(new_lse - lse))
-    | where the new part is much larger, `exp(new_lse - lse)` overflows; subtract the larger of both
 torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
     && weight * out + new_weight * new_out =>
     (torch.exp(lse) * out + torch.exp(new_lse) * new_out) / (torch.exp(lse) + torch.exp(new_lse))
@@ -57,8 +55,6 @@ new_out, total => new_out, total - torch.maximum(lse, new_lse)
     | the larger log-sum-exp was subtracted, and is missing in what you return; add it again
 torch.logaddexp(lse, new_lse) => torch.maximum(lse, new_lse)
     | the larger log-sum-exp is taken for that of both; the sums below the logarithm add up
-new_out, total => new_out, lse + new_lse
-    | log-sum-exps are added; add the sums below the logarithm, and take the logarithm again
 """
 
 
@@ -117,37 +113,21 @@ range(1, n) => range(1, n - 1)
 attend(q, k, v, shares[me][:, None] >= shares[me]) =>
     attend(q, k, v, shares[me][:, None] > shares[me])
     | a query does not see itself; of its rank's own tokens it sees those up to its own: >=
-shares[me][:, None] >= shares[(me - step) % n] => shares[me] >= shares[(me - step) % n][:, None]
-    | the mask is transposed: queries are its rows, keys its columns
-return out, lse => pass_on(k, ranks); pass_on(v, ranks); return out, lse
-    | keys and values are passed on once more after the last step, which nobody needs
 (me - step) % n => (me + step) % n
     | keys move on to the next rank, so those that arrive in step s began s ranks before this one
-(me - step) % n => step
-    | in step s the keys are taken for those of rank s; they began s ranks before this one
 shares[me][:, None] >= shares[(me - step) % n] => shares[me][:, None] >= shares[me]
     | the mask of this rank's own keys is used for all; it depends on whose keys have arrived
-shares[me][:, None] >= shares[(me - step) % n] =>
-    torch.full((len(q), len(k)), me > (me - step) % n)
-    | ranks are compared, and not tokens; a rank may hold any tokens
-*attend(q, k, v, visible) => *attend(q, k, v)
-    | the keys of other ranks are all seen; a query sees none that come after it
 out, lse = merge(out, lse, *attend(q, k, v, visible)) =>
     new_out, lse = attend(q, k, v, visible); out = out + new_out
     | outputs are added up, each of which has been divided by a sum of its own; merge them
 out, lse = merge(out => out, _ = merge(out
     | the merged log-sum-exp is dropped, so the next merge weighs with an old one
-k, v = pass_on(k, ranks), pass_on(v, ranks) => k = pass_on(k, ranks)
-    | the values stay at home; they travel with their keys
 k, v = pass_on(k, ranks), pass_on(v, ranks) => new_k, new_v = pass_on(k, ranks), pass_on(v, ranks)
     && *attend(q, k, v, visible) => *attend(q, new_k, new_v, visible)
     | each rank sends its own keys again and again; pass on what has arrived
 n, me = ranks.count, ranks.number => n, me, kept = ranks.count, ranks.number, []
     && visible = shares => kept += [k, v]; visible = shares
     | all shares are kept; merge each as it comes, so that a rank holds only what passes
-n, me = ranks.count, ranks.number =>
-    n, me = ranks.count, ranks.number; k = ranks.all_gather(k.flatten()).view(-1, k.shape[1])
-    | every rank gathers all keys; it has room for those that pass, a share at a time
 """
 
 
@@ -190,38 +170,16 @@ zigzag_ring.mistakes = """
     | the two cases are swapped: a lower rank's early chunk comes before all of your tokens
 (me - step) % n < me => (me + step) % n < me
     | keys move on to the next rank, so those that arrive in step s began s ranks before this one
-(me - step) % n < me => step < me
-    | in step s the keys are taken for those of rank s; they began s ranks before this one
 attend(q, k[:half], v[:half]) => attend(q, k[half:], v[half:])
     | a lower rank's late chunk is taken, which comes after all of your tokens; take its early one
 attend(q[half:], k, v) => attend(q[:half], k, v)
     | your early queries are given a higher rank's keys, all of which come after them
-attend(q[half:], k, v) => attend(q[half:], k[:half], v[:half])
-    | only a higher rank's early chunk is seen; both of its chunks come before your late one
-attend(q[half:], k, v) => attend(q[half:], k[half:], v[half:])
-    | only a higher rank's late chunk is seen; both of its chunks come before your late one
-if (me - step) % n < me: => if True:
-    | all others are taken for lower ranks; a higher one's keys come after your early chunk
 merge(out, lse, *attend(q, k[:half], v[:half])) => merge(out, lse, *attend(q, k, v))
     | both chunks of a lower rank are seen; its late one comes after all of your tokens
 late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) => late = attend(q[half:], k, v)
     | what the late queries have so far is replaced by what they see now; merge them
 torch.cat([lse[:half], late[1]]) => lse
     | the merged log-sum-exps are dropped, so the next merge weighs with old ones
-k, v = pass_on(k, ranks), pass_on(v, ranks) => new_k, new_v = pass_on(k, ranks), pass_on(v, ranks)
-    && k[:half], v[:half] => new_k[:half], new_v[:half] && q[half:], k, v => q[half:], new_k, new_v
-    | each rank sends its own keys again and again; pass on what has arrived
-range(1, n) => range(1, n - 1)
-    | there is one step too few: keys move on n - 1 times to be on every rank
-return out, lse => pass_on(k, ranks); pass_on(v, ranks); return out, lse
-    | keys and values are passed on once more after the last step, which nobody needs
-attend(q[half:], k, v) => attend(q[half:], k, v, torch.ones(half, 2 * half).tril().bool())
-    | what arrives is masked as if it were this rank's own; the late queries see all of it
-torch.ones(len(q), len(q), dtype=torch.bool).tril() => None
-    | a rank's own tokens are all seen; mask those that come after a query
-torch.ones(len(q), len(q), dtype=torch.bool).tril() =>
-    torch.ones(len(q), len(q), dtype=torch.bool).triu()
-    | the mask is upside down: a query sees keys that come after it, and none before
 out, lse = merge(out, lse, *attend(q, k[:half], v[:half])) =>
     out, lse = merge(out, lse, *attend(q, k, v, (torch.arange(len(k)) < half).expand(len(q), -1)))
     && late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) =>
@@ -242,30 +200,13 @@ def mlp_on_shares(mlp: Callable, rows: int, d_model: int, units: int, ranks: Thr
     x, grad_y = whole_numbers(generator, 2, n * rows, d_model)
     w1 = whole_numbers(generator, n * units, d_model)
     w2 = whole_numbers(generator, d_model, n * units)
-    exchanged = counted_exchanges(ranks)
     y, backward = mlp(x.chunk(n)[me], w1.chunk(n)[me], w2.chunk(n, dim=1)[me], ranks)
     grad_x, grad_w1, grad_w2 = backward(grad_y.chunk(n)[me])
     found = Named(y=y, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)
     # x may be gathered once more in backward instead of kept
     most = 5 * x.numel()
-    found["elements that it gathers and scatters"] = AtMost(max(most, exchanged["elements"]))
+    found["elements that it gathers and scatters"] = AtMost(max(most, ranks.elements_exchanged))
     return found
-
-
-def counted_exchanges(ranks: Threads) -> dict[str, int]:
-    """Count the elements, of all ranks together, that all-gathers and reduce-scatters take."""
-    exchanged, all_gather, reduce_scatter = {"elements": 0}, ranks.all_gather, ranks.reduce_scatter
-
-    def gather(part: Tensor) -> Tensor:
-        exchanged["elements"] += ranks.count * part.numel()
-        return all_gather(part)
-
-    def scatter(whole: Tensor) -> Tensor:
-        exchanged["elements"] += whole.numel()
-        return reduce_scatter(whole)
-
-    ranks.all_gather, ranks.reduce_scatter = gather, scatter  # type: ignore[method-assign]
-    return exchanged
 
 
 sequence_parallel_mlp = exercise(
@@ -288,9 +229,6 @@ y = scatter(h.relu() @ w2.T) => y = (h.relu() @ w2.T).chunk(ranks.count)[ranks.n
     | y is what this rank's hidden units give; those of the other ranks are to be added
 return scatter(grad_h @ w1), => return (grad_h @ w1).chunk(ranks.count)[ranks.number],
     | the gradient of x is that of this rank's hidden units alone; add those of the other ranks
-return ranks.reduce_scatter(rows.flatten()).view(-1, d_model) =>
-    return ranks.reduce_scatter(rows.flatten()).view(-1, d_model) / ranks.count
-    | the sum over the ranks is divided by their number; it is a sum, not a mean
 x = gather(x) =>
     | x is not gathered: this rank's hidden units need the tokens of all ranks
 grad_y = gather(grad_y) =>
@@ -299,9 +237,6 @@ x = gather(x) => own, x = x, gather(x) && grad_h.T @ x => grad_h.T @ own
     | the gradient of w1 is taken with this rank's tokens; it needs all of them, as gathered
 (grad_y @ w2) * (h > 0) => grad_y @ w2
     | the ReLU is missing in backward: where h was not above 0, no gradient passes
-grad_h.T @ x, =>
-    ranks.reduce_scatter((grad_h.T @ x).flatten().repeat(ranks.count)).view_as(w1),
-    | the gradients of w1 are added up over the ranks; other ranks have other hidden units
 x = gather(x) => w1 = gather(w1)
     && grad_y = gather(grad_y) =>
     && y = scatter(h.relu() @ w2.T) => whole_w2 = gather(w2.T).T; y = h.relu() @ whole_w2.T
@@ -309,12 +244,6 @@ x = gather(x) => w1 = gather(w1)
     && return scatter(grad_h @ w1), grad_h.T @ x, grad_y.T @ h.relu() =>
     return grad_h @ w1, scatter(grad_h.T @ x), scatter(h.relu().T @ grad_y).T
     | the weights travel, as in FSDP; gather tokens, and leave the weights where they are
-grad_y = gather(grad_y) => own, grad_y = grad_y, gather(grad_y)
-    && grad_y.T @ h.relu() => own.T @ h.relu().chunk(ranks.count)[ranks.number]
-    | the gradient of w2 is taken with this rank's tokens; it needs all of them, as gathered
-x = gather(x) => && grad_y = gather(grad_y) => && scatter(h.relu() @ w2.T) => h.relu() @ w2.T
-    && scatter(grad_h @ w1) => grad_h @ w1
-    | nothing is sent: this rank's tokens need the hidden units of all ranks
 """
 
 
@@ -346,8 +275,6 @@ all_to_all.mistakes = """
 received[rank] = ranks.receive(rank, like=like) =>
     received[rank] = ranks.receive(rank, like=parts[rank])
     | you expect as many rows from a rank as you send to it; let it say how many there are
-ranks.send(parts[rank], rank) => ranks.send(parts[ranks.number], rank)
-    | every rank gets the same part, which is your own; rank r gets `parts[r]`
 ranks.send(torch.tensor([len(parts[rank])]), rank) => pass
     && rows = ranks.receive(rank, like=torch.tensor([0])).item() => rows = len(parts[rank])
     | nobody says how many rows will come; send their number first
@@ -358,12 +285,6 @@ parts[rank].new_empty( => torch.empty(
     | rows are received in the default dtype; `like` has the dtype of what is sent
 return received => return [received[rank] for rank in others]
     | your own part is missing; it stays on this rank, and belongs in the result
-return received => return received[ranks.number :] + received[: ranks.number]
-    | the parts go around from your own; order them by the rank that sent them
-received[rank] = ranks.receive(rank, like=like) => ranks.receive(rank, like=like)
-    | what arrives is not kept
-return received => return [received[ranks.number]] + [received[rank] for rank in others]
-    | your own part comes first; order the parts by the rank that sent them
 for rank in range(ranks.count) if rank != ranks.number => for rank in range(ranks.count)
     | a rank also sends to itself; that part need not go anywhere
 """

@@ -172,8 +172,6 @@ run_stage.mistakes = """
 x = ranks.receive(me - 1, like=x).requires_grad_() =>
     ranks.receive(me - 1, like=x); x.requires_grad_()
     | what is received is dropped: `receive` returns a new tensor, and does not fill `like`
-y = stage(x) => x.requires_grad_(); y = stage(x)
-    | the first stage asks for a gradient of token ids; only what is received needs one
 like=y) if me < last => like=x) if me < last
     | a gradient is received like x, but it has the shape and dtype of y; on the first stage x is
     token ids
@@ -185,23 +183,15 @@ held.pop(i) => held[i] | outputs stay held after their backward pass; take them 
 , {} => , {}; kept = [] && held[i] = x, y => held[i] = x, y; kept.append(x)
     | inputs stay held after their backward pass; keep x and y together, pop both, and don't copy
     what arrives into the template, which stays
-held[i] = x, y => held[0] = x, y && held.pop(i) => held[0]
-    | each forward pass overwrites the x and y of the one before; keep a pair for each micro-batch
 held.pop(i) => held.popitem()[1]
     | backward takes the micro-batch that came last, and not number i
-held.pop(i) => held.pop(next(iter(held)))
-    | backward takes the micro-batch that came first, and not number i
 in events: => in sorted(events, key=lambda event: (event[0] == "backward", event[1])):
     | `events` is not followed: all go forward first, whatever it says
-ranks.send(y, me + 1) => ranks.send(y, me + 1); y = loss(y, target)
-    | every stage computes a loss; only the last one does
 ranks.receive(me + 1, like=y) if me < last else None => *[] if me == last else [torch.ones_like(y)]
     | a stage goes backward from ones, as of `y.sum()`; it goes on from the gradient that the stage
     after it sends
 y = loss(y, target) => y = loss(y, target) / len(micro_batches)
     | the loss is divided by the number of micro-batches; here gradients add up
-y.backward( => stage.zero_grad(); y.backward(
-    | gradients of earlier micro-batches are dropped; they add up
 """
 
 
@@ -261,35 +251,19 @@ min(ranks - 1 - rank, micro_batches) => micro_batches
     | that is GPipe: all forward passes first, so each stage holds all micro-batches
 min(ranks - 1 - rank, micro_batches) => min(ranks - 1, micro_batches)
     | each stage runs equally many ahead; the later a stage, the fewer it needs
-min(ranks - 1 - rank, micro_batches) => min(2 * (ranks - 1 - rank), micro_batches)
-    | the warm-up is twice as long as it must be, and holds as much more
 min(ranks - 1 - rank, micro_batches) => max(0, min(ranks - 2 - rank, micro_batches))
     | the warm-up has one forward pass too few: a stage waits for its first gradient
 min(ranks - 1 - rank, micro_batches) => min(ranks - rank, micro_batches)
     | the warm-up has one forward pass too many: each stage holds one micro-batch more than it must
 min(ranks - 1 - rank, micro_batches) => 0
     | there is no warm-up: a stage waits for each micro-batch to come back before it starts the next
-min(ranks - 1 - rank, micro_batches) => ranks - 1 - rank
-    | with few micro-batches the warm-up runs more of them than there are
 ("backward", i - ahead)] => ("backward", i)]
     | forward i is followed by backward i, whose gradient is not back yet; the oldest goes backward
-("forward", i), ("backward", i - ahead)] => ("backward", i - ahead), ("forward", i)]
-    | in the steady state backward comes before forward: a stage that waits has nothing to do
 range(micro_batches - ahead, micro_batches) => reversed(range(micro_batches - ahead, micro_batches))
     | at the end the newest goes backward first; its gradient comes last, so the oldest goes first
 micro_batches - ahead, micro_batches) => micro_batches, micro_batches)
     | the micro-batches of the warm-up never go backward
 """
-
-
-def gpipe_orders(ranks: int, micro_batches: int) -> list[list[Event]]:
-    """GPipe on each stage."""
-    return [gpipe(micro_batches) for _ in range(ranks)]
-
-
-def one_f_one_b_orders(ranks: int, micro_batches: int) -> list[list[Event]]:
-    """1F1B on each stage."""
-    return [one_f_one_b.solve(rank, ranks, micro_batches) for rank in range(ranks)]
 
 
 # Interleaved stages

@@ -97,5 +97,5 @@ def memory_image(timeline: MemoryTimeline) -> Image:
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "memory.png"
-        save_memory_figure(timeline.times_ms, timeline.num_bytes, path, phases=timeline.phases)
+        save_memory_figure(timeline, path)
         return Image(path.read_bytes(), retina=True, alt=alt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lib.core.settings import require
-from lib.lessons.exercise import NOT_ATTEMPTED, check, check_of, exercise, report
+from lib.lessons.exercise import NOT_ATTEMPTED, check_of, exercise, report
 from lib.lessons.speedrun import ladder
 from lib.lessons.speedrun.board import (
     P_VALUE,
@@ -24,6 +23,8 @@ from lib.lessons.speedrun.museum import FAULTS
 from lib.lessons.speedrun.race import CLASSES, Recipe, program_of, source_of
 from lib.lessons.speedrun.referee import FEWEST_SEEDS
 from lib.lessons.training.exercises import describe_diagnosis, no_inputs
+
+check, take = check_of(__name__), check_of(__name__, returns=True)
 
 # 1. Time to target
 
@@ -62,8 +63,6 @@ last_seconds + share * (seconds - last_seconds) => seconds
 last_seconds + share * (seconds - last_seconds) => last_seconds
     | the time is that of the last point above the target; go on along the line to the point after
     it
-(last_bits - target) / (last_bits - bits) => 0.5
-    | the point half way between the two is taken; go as far as the bits have to fall
 (last_bits - target) / (last_bits - bits) => (target - bits) / (last_bits - bits)
     | the share counts from the wrong end
 for _, seconds, bits in => for seconds, _, bits in
@@ -72,11 +71,6 @@ bits <= target => bits < target
     | a point that is exactly at the target does not count; it does
 return None => return last_seconds
     | where the target is never reached, the time of the last point is returned; return None
-return seconds => continue
-    | a first point that is there already is left out; its seconds count
-in curve: =>
-    in curve[max((i for i, p in enumerate(curve) if p[2] > target >= curve[-1][2]), default=0) :]:
-    | a later crossing is taken; the first counts
 """
 
 
@@ -129,16 +123,11 @@ class ToyRace:
         raise RuntimeError("the run goes on long after its target and its limit")
 
 
-def on_toys(attempt: Callable) -> Callable:
-    """A function that lets `attempt` run a `ToyRace`, and returns its curve."""
-
-    @functools.wraps(attempt)
-    def played(race: ToyRace) -> Any:
-        found = attempt(race.recipe, race, 7)
-        race.require_clock()
-        return [tuple(point) for point in found] if isinstance(found, (list, tuple)) else found
-
-    return played
+def on_toys(attempt: Callable, race: ToyRace) -> Any:
+    """Let `attempt` run a toy race; return its curve."""
+    found = attempt(race.recipe, race, 7)
+    race.require_clock()
+    return [tuple(point) for point in found] if isinstance(found, (list, tuple)) else found
 
 
 def _draw_run(generator: random.Random, size: int) -> tuple:
@@ -153,8 +142,7 @@ def _draw_run(generator: random.Random, size: int) -> tuple:
     return (ToyRace(steps, target, every, generator.choice([2 * total, total / 2])),)
 
 
-@exercise("core", _draw_run)
-@on_toys
+@exercise("core", _draw_run, harness=on_toys)
 def run_to_target(recipe: Callable, race: Any, seed: int) -> list[tuple]:
     curve, tokens, seconds, judged_at = [], 0, 0.0, 0
     steps = recipe(race, seed)
@@ -179,47 +167,26 @@ bits = race.judge(model) =>
 before = race.clock() => before = before if tokens else race.clock()
     && seconds += race.clock() - before => seconds = race.clock() - before
     | the clock runs on while the model is judged; take the time anew before each step
-model, count = next(steps) => latest, count = next(steps); model = model if tokens else latest
-    | the model of the first step is judged each time; judge the one that this step yielded
-model, count = next(steps) => old, (model, count) = model if tokens else None, next(steps)
-    && race.judge(model) => race.judge(old or model)
-    | the model of the step before is judged; judge the one that this step yielded
 next(steps) => next(recipe(race, seed))
     | each round makes a new generator, which starts anew; make it once, before the loop
-seconds += race.clock() - before => seconds += race.clock() - before if tokens else 0
-    | the first step is taken before the clock starts; it counts, too
 tokens - judged_at >= race.judged_every or is_over => True
     | the model is judged after every step
 tokens - judged_at >= race.judged_every => tokens % race.judged_every == 0
     | the model is judged only where tokens is a multiple of judged_every; steps may not meet it
 judged_at = tokens => pass
     | judged_every counts tokens since the model was judged last, not since the start
-judged_at = tokens => judged_at += race.judged_every
-    | judged_at moves on by judged_every, but steps overshoot that; set it to tokens
->= race.judged_every => > race.judged_every
-    | after exactly judged_every tokens the model is not judged; it is due
 bits <= race.target => bits < race.target
     | a model that is exactly at the target goes on; it has reached it
 bits <= race.target or is_over => is_over
     | the run goes on after the target
-race.judged_every or is_over => race.judged_every
-    | the limit ends the run only where it would be judged anyway
-curve.append((tokens, seconds, bits)) => curve.extend([(tokens, seconds, bits)][is_over:])
-    | a run at the limit returns without its last judgment; judge, append, then return
-seconds >= race.limit => seconds > race.limit
-    | a run that is exactly at the limit goes on
 seconds >= race.limit => False
     | a run that never reaches its target never ends; stop at the limit
 curve.append((tokens => bits <= race.target or is_over or curve.append((tokens
     | the last point is missing; append it before you return
-curve.append((tokens, seconds, bits)) => curve = [(tokens, seconds, bits)]
-    | the curve has its last point alone; append each
 (tokens, seconds, bits) => (seconds, tokens, bits)
     | a point is (tokens, seconds, bits), in this order
 tokens += count => tokens = count
     | tokens are those of the last step; add them up
-tokens += count => tokens += 1
-    | steps are counted, not tokens
 """
 
 
@@ -295,15 +262,6 @@ def race_verdict(source: str) -> str:
     return (
         f"not yet: {compared}" if chance >= P_VALUE else f"right: {compared}; it is on your board"
     )
-
-
-def check_run_to_target(attempt: Callable) -> Callable:
-    """Check `run_to_target(recipe, race, seed)` -> curve; return it if right, else the solution."""
-    wrapped, solution = on_toys(attempt), run_to_target.solve.__wrapped__  # type: ignore[attr-defined]
-    return attempt if check(run_to_target, wrapped) is wrapped else solution
-
-
-check_time_to_target = check_name_faults = check_of(__name__)
 
 
 def check_faster(attempt: Recipe) -> None:

@@ -55,12 +55,6 @@ FAULTS = {
     13: "different initial weights",
     14: "targets not shifted",
 }
-KINDS = {
-    "data": (3, 7, 14),
-    "model and training": (1, 5, 8, 10, 11, 12),
-    "kernel": (4,),
-    "ranks": (2, 6, 9, 13),
-}
 
 
 class WithKernel(nn.Module):

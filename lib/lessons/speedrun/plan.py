@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.data.prepare import TokenizeConfig
-from lib.model.config import ModelConfig, model_preset
+from lib.model.config import model_preset
 from lib.model.costs import num_parameters
 from lib.profiling.memory_formula import RESERVED_BYTES, SIZES, rank_memory
 from lib.training.config import OptimizerConfig, TrainConfig
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from lib.profiling.memory_formula import RankMemory
     from lib.training.loop import TrainResult
 
+# (batch_size, …) -> the memory of a rank, by formula.
+Memory = Callable[..., "RankMemory"]
 # Sequences in a step of the large model, over all GPUs.
 SEQUENCES = 256
 # The share of a GPU's memory that a plan fills, by formula.
@@ -111,11 +114,17 @@ def choose(
     model = dataclasses.replace(
         model_preset("tinystories"), vocab_size=None, attention_kernel="auto"
     )
-    # for the memory formula, which needs a vocabulary size
-    sized = dataclasses.replace(model, vocab_size=10_000)
-    weights = _low_precision_weights(machine, sized, dtype.value)
-    sharding = _sharding(machine, sized, dtype.value, weights.value)
-    batch = _batch_size(machine, sized, dtype.value, weights.value)
+    # the memory of a rank, whose formula needs a vocabulary size
+    memory = functools.partial(
+        rank_memory,
+        dataclasses.replace(model, vocab_size=10_000),
+        ranks=machine.count,
+        dtype=dtype.value,
+    )
+    weights = _low_precision_weights(machine, dtype.value, memory)
+    memory = functools.partial(memory, low_precision_weights=weights.value)
+    sharding = _sharding(machine, memory)
+    batch = _batch_size(machine, memory)
     settings = (
         Setting("processes", machine.count, f"one for each {machine.chip}"),
         dtype,
@@ -175,12 +184,13 @@ def _dtype(machine: Machine) -> Setting:
     return Setting("dtype", "float16", "no tensor cores for bfloat16 here; the loss is scaled")
 
 
-def _low_precision_weights(machine: Machine, model: ModelConfig, dtype: str) -> Setting:
+def _low_precision_weights(machine: Machine, dtype: str, memory: Memory) -> Setting:
     """bf16 parameters, unless gradients of several passes would be added up in bf16."""
     name = "low_precision_weights"
     if dtype == "float16":
         return Setting(name, False, "float16 would lose small updates and overflow in large sums")
-    if _batch_size(machine, model, dtype, True).value * machine.count < SEQUENCES:
+    batch = _batch_size(machine, functools.partial(memory, low_precision_weights=True))
+    if batch.value * machine.count < SEQUENCES:
         return Setting(name, False, "gradients of several passes are added up in float32")
     return Setting(name, True, "no casts in a step; AdamW keeps float32 masters")
 
@@ -194,39 +204,26 @@ def _wrapper(machine: Machine, sharding: str) -> Setting:
     return Setting(name, "flashddp", "buckets are averaged while backward still computes")
 
 
-def _sharding(machine: Machine, model: ModelConfig, dtype: str, low_precision: bool) -> Setting:
+def _sharding(machine: Machine, memory: Memory) -> Setting:
     """ZeRO-1 where a rank's whole state would crowd its GPU."""
     name = "sharded_optimizer"
     if machine.count == 1:
         return Setting(name, "none", "there is only one process")
-    memory = _rank_memory(machine, model, dtype, low_precision, 1)
-    share = memory.between_steps / (machine.memory_bytes - RESERVED_BYTES)
+    usable = machine.memory_bytes - RESERVED_BYTES
+    share = memory(batch_size=1).between_steps / usable
     reason = f"weights and optimizer take {share:.1%} of a GPU"
     return Setting(name, "zero1" if share > MEMORY_SHARE / 2 else "none", reason)
 
 
-def _batch_size(machine: Machine, model: ModelConfig, dtype: str, low_precision: bool) -> Setting:
+def _batch_size(machine: Machine, memory: Memory) -> Setting:
     """The largest share of a rank's sequences that fits in one pass."""
     usable = MEMORY_SHARE * (machine.memory_bytes - RESERVED_BYTES)
     size = max(1, SEQUENCES // machine.count)
-    while (needed := _rank_memory(machine, model, dtype, low_precision, size).peak) > usable:
-        if size == 1:
-            break
+    while memory(batch_size=size).peak > usable and size > 1:
         size //= 2
+    needed = memory(batch_size=size).peak
     room = f"{needed / 1e9:.1f} of {machine.memory_bytes / 1e9:.1f} GB by formula"
     return Setting("batch_size", size, f"sequences of a process in one pass: {room}")
-
-
-def _rank_memory(
-    machine: Machine, model: ModelConfig, dtype: str, low_precision: bool, batch_size: int
-) -> RankMemory:
-    return rank_memory(
-        model,
-        ranks=machine.count,
-        dtype=dtype,
-        low_precision_weights=low_precision,
-        batch_size=batch_size,
-    )
 
 
 def _compile(machine: Machine, minutes: float | None) -> Setting:
@@ -276,23 +273,9 @@ def run_training(
 ) -> TrainResult:
     """Train with `config` in the processes of `plan` until `time.time()` reaches `deadline`.
 
-    The same call with a later deadline resumes the run. However slow the machine, the run gets a
-    line of metrics. With several processes, which are launched here, `on_metrics` is not called.
+    The same call with a later deadline resumes the run. With several processes, which are launched
+    here, `on_metrics` is not called.
     """
-    result = _train_until(plan, config, deadline, on_metrics)
-    if result.status == "stopped" and result.step < config.log_interval:
-        # too early for a line of metrics: take one more step, and log it with those before
-        config = dataclasses.replace(config, log_interval=1)
-        result = _train_until(plan, config, deadline, on_metrics)
-    return result
-
-
-def _train_until(
-    plan: Plan,
-    config: TrainConfig,
-    deadline: float,
-    on_metrics: Callable[[dict[str, Any]], None] | None,
-) -> TrainResult:
     from lib.ddp.launcher import launch
     from lib.training.loop import train
 

@@ -186,18 +186,13 @@ def bits_of(
     return bits
 
 
-def prepare(
-    which: RaceClass,
-    vocab_size: int,
-    progress_bar: ProgressBar,
-    data_dir: Path | None = None,
-) -> TokenizeConfig:
+def prepare(which: RaceClass, vocab_size: int, progress_bar: ProgressBar) -> TokenizeConfig:
     """Make the text of a class and its tokens, unless they are there."""
     text = TokenizeConfig(
         corpus=which.corpus,
         corpus_bytes=which.corpus_bytes,
         vocab_size=vocab_size,
-        data_dir=data_dir or workspace() / "data",
+        data_dir=workspace() / "data",
     )
     tokenize_corpus(text, progress_bar=progress_bar)
     return text

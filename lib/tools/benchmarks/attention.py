@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -70,36 +69,6 @@ CPU_SIZES = ((64,), 1024, 256)
 GPU_SIZES = ((64, 128), 16384, 2048)
 DIRECTIONS = ("forward", "backward")
 
-# What `targets` measures beyond the sweep: naive attention, float32, and a million tokens.
-NAIVE_TOO = ("flash_attention_triton", "vectorized_torch", "sdpa")
-ONE_SEQUENCE = {"batch_size": 1, "heads": 12, "head_dims": (64,)}
-TARGETS: tuple[dict[str, Any], ...] = (
-    {
-        "custom_tiers": ("8192:8192", "16384:16384"),
-        "kernels": NAIVE_TOO,
-        "masks": ("causal", "full"),
-        "backward": False,
-        **ONE_SEQUENCE,
-    },
-    {
-        "custom_tiers": ("1024:1024", "2048:2048", "4096:4096", "8192:8192"),
-        "kernels": NAIVE_TOO,
-        "masks": ("causal", "full"),
-        "backward": True,
-        "dtype": "float32",
-        "batch_size": None,
-        "heads": None,
-        "head_dims": (64, 128),
-    },
-    {
-        "custom_tiers": ("262144:262144", "1048576:1048576"),
-        "kernels": NAIVE_TOO[:1],
-        "masks": ("causal",),
-        "backward": True,
-        **ONE_SEQUENCE,
-    },
-)
-
 # These keep the scores for the backward pass; two of them at a time may not fit.
 HOLD_SCORES = ("vectorized_torch", "vectorized_torch_compiled", "sdpa_math")
 # These launch thousands of small kernels, more slowly than a GPU runs them. The kernel measured
@@ -133,9 +102,6 @@ class AttentionBenchmarkConfig(SamplingConfig):
 
     backward: bool = False
     """Measure the backward pass too."""
-
-    targets: bool = False
-    """Measure naive attention, float32 and a million tokens too (GPU only)."""
 
     cuda_graphs: bool = False
     """Replay each call from a CUDA graph, so that the host does not count (GPU only)."""
@@ -188,16 +154,15 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     launches the kernels.
 
     Raises:
-        ValueError: a kernel is unknown, the device lacks the dtype, or `targets` or `cuda_graphs`
-            is set without a GPU.
+        ValueError: a kernel is unknown, the device lacks the dtype, or `cuda_graphs` is set without
+            a GPU.
     """
     on_gpu = device.type == "cuda"
     known = ", ".join(SWEEP_KERNELS)
     for kernel in config.kernels:
         require(kernel in SWEEP_KERNELS, f"kernels must be among {known}, got {kernel!r}")
-    for name in ("targets", "cuda_graphs"):
-        is_right = on_gpu or not getattr(config, name)
-        require(is_right, f"{name} must be False without a GPU, got {device}")
+    is_right = on_gpu or not config.cuda_graphs
+    require(is_right, f"cuda_graphs must be False without a GPU, got {device}")
     head_dims, tokens, width = GPU_SIZES if on_gpu else CPU_SIZES
     tokens, width = config.tokens or tokens, config.width or width
     cases = []
@@ -222,8 +187,6 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
             heads = width // case.head_dim * min(tokens, longest) // longest
             case.heads = config.heads or max(1, heads)
         cases += found
-    for changes in TARGETS if config.targets else ():
-        cases += attention_cases(dataclasses.replace(config, targets=False, **changes), device)
     return cases
 
 
@@ -257,12 +220,9 @@ def measure_case(
     repeats = functorch.patch(donated_buffer=False)
     with numerics(tf32=False, deterministic=False), repeats:
         for group in groups(case, device):
-            fitting = [kernel for kernel in group if _fits_memory(case, kernel, device)]
-            results |= {kernel: {"status": "oom", "was_tried": False} for kernel in group}
-            prepare = _prepare_graph if case.in_graph else _prepare
-            candidates = {name: functools.partial(prepare, name, case, inputs) for name in fitting}
-            results |= measure_right(case, candidates, device)
-    return {"kernels": {kernel: results[kernel] for kernel in case.kernels}}
+            results |= measure_group(group, case, inputs, device)
+    kernels = {kernel: results[kernel] for kernel in case.kernels}
+    return {"flops": flops(case), "kernels": kernels}
 
 
 def groups(case: Case, device: torch.device) -> list[list[str]]:
@@ -286,31 +246,29 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> tuple[Tensor, ..
     return *leaves, grad_out
 
 
-def measure_right(
-    case: Case,
-    candidates: Mapping[str, Callable[[], tuple[Function, dict[str, Any]]]],
-    device: torch.device,
+def measure_group(
+    kernels: Sequence[str], case: Case, inputs: tuple[Tensor, ...], device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Check each candidate, then interleave the ones that are right; return their figures.
+    """Check each kernel, then interleave the ones that are right; return their figures.
 
-    Args:
-        candidates: name -> a function that returns the function to measure and first figures, among
-            them the `error`. If it raises, the candidate is `oom`, or `unsupported` if a peer.
+    One that raises is `oom`, or `unsupported` if it is a peer.
     """
+    prepare = _prepare_graph if case.in_graph else _prepare
     results, functions = {}, {}
-    for name, prepare in candidates.items():
+    for name in kernels:
+        if not _fits_memory(case, name, device):
+            results[name] = {"status": "oom", "was_tried": False}
+            continue
         try:
-            function, figures = prepare()
+            function, figures = prepare(name, case, inputs)
         except Exception as error:
             results[name] = _failure(name, error)
             free_memory(error)
             continue
         error = figures["error"]
         status = "ok" if error <= LARGEST_ERROR else "wrong"
-        results[name] = figures | {
-            "status": status,
-            "error": error if math.isfinite(error) else None,
-        }
+        error = error if math.isfinite(error) else None
+        results[name] = figures | {"status": status, "error": error}
         if status == "ok":
             functions[name] = function
     for name, measured in zip(functions, _interleave(list(functions.values()), case, device)):
@@ -394,7 +352,7 @@ def _failure(kernel: str, error: Exception) -> dict[str, Any]:
     """The figures of a kernel that raised `error`; re-raises what is a bug of ours."""
     if is_out_of_memory(error):
         return {"status": "oom"}
-    if kernel not in (*LIMITED, "cudnn", "vectorized_torch_compiled"):
+    if kernel not in (*LIMITED, "vectorized_torch_compiled"):
         raise error
     return {"status": "unsupported", "reason": one_line(error)[:REASON_LENGTH]}
 
@@ -482,9 +440,4 @@ def runs_sdpa(fn: Function) -> bool:
     return any("scaled_dot_product" in event.key for event in profiler.key_averages())
 
 
-def expect_flops(case: Case, device: torch.device) -> dict[str, Any]:
-    """The figures of a case that runs out of memory before any kernel is measured."""
-    return {"flops": flops(case), "kernels": {}}
-
-
-benchmark_attention = Benchmark(REPORT, attention_cases, measure_case, expect_flops, summary)
+benchmark_attention = Benchmark(REPORT, attention_cases, measure_case, summary)

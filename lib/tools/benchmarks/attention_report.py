@@ -46,9 +46,9 @@ def attention_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
     rows = []
     for record in records:
         config, figures = record["config"], record["figures"]
-        kernels = figures["kernels"]
-        if figures["status"] != "ok":
-            kernels = {kernel: {"status": figures["status"]} for kernel in config["kernels"]}
+        # memory may run out before any kernel is measured
+        failed = {kernel: {"status": figures["status"]} for kernel in config["kernels"]}
+        kernels = figures["kernels"] if figures["status"] == "ok" else failed
         case = {key: value for key, value in config.items() if key != "kernels"}
         mask = "causal" if config["is_causal"] else "full"
         # records made before there was the setting lack it
@@ -56,7 +56,7 @@ def attention_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
             "mask": mask,
             "in_graph": config.get("in_graph", False),
             "case": case_name(config),
-            "flops": figures["flops"],
+            "flops": figures.get("flops"),
         }
         for kernel, measured in kernels.items():
             # a graph's replay, which allocates nothing, was once measured as 0
@@ -102,10 +102,10 @@ def main_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if size(row) == most]
 
 
-def supported_rows(rows: Sequence[Row]) -> list[Row]:
+def supported(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of kernels that are supported in at least one case."""
-    kernels = {row["kernel"] for row in rows if row["status"] != "unsupported"}
-    return [row for row in rows if row["kernel"] in kernels]
+    kernels = rows.loc[rows["status"] != "unsupported", "kernel"]
+    return rows[rows["kernel"].isin(kernels)]
 
 
 def pivot(rows: pd.DataFrame, figure: str) -> pd.DataFrame:
@@ -118,23 +118,19 @@ def pivot(rows: pd.DataFrame, figure: str) -> pd.DataFrame:
 
 def direction_tables(rows: pd.DataFrame) -> list[str]:
     """Tables of one direction, a row for each case: TFLOP/s and ratios, milliseconds, memory."""
-    supported = pd.DataFrame(supported_rows(to_rows(rows)))
-    if not len(supported):
+    rows = supported(rows).copy()
+    if not len(rows):
         return ["None of these kernels runs here."]
-    is_ok = supported["status"] == "ok"
-    supported["queries × keys"] = [
-        f"{q:,} × {k:,}" for q, k in zip(supported["queries"], supported["keys"])
-    ]
-    supported["batch × heads"] = [
-        f"{b} × {h}" for b, h in zip(supported["batch_size"], supported["heads"])
-    ]
-    supported["launched by"] = supported["in_graph"].map({True: "a CUDA graph", False: "Python"})
+    is_ok = rows["status"] == "ok"
+    rows["queries × keys"] = [f"{q:,} × {k:,}" for q, k in zip(rows["queries"], rows["keys"])]
+    rows["batch × heads"] = [f"{b} × {h}" for b, h in zip(rows["batch_size"], rows["heads"])]
+    rows["launched by"] = rows["in_graph"].map({True: "a CUDA graph", False: "Python"})
     shape = ["head_dim", "mask", "dtype", "queries × keys", "batch × heads"]
-    shape += ["launched by"] * bool(supported["in_graph"].any())
-    cases = supported.drop_duplicates("case", keep="last").set_index("case")
+    shape += ["launched by"] * bool(rows["in_graph"].any())
+    cases = rows.drop_duplicates("case", keep="last").set_index("case")
 
     # times of the fastest peers over ours
-    times = pivot(supported.assign(ms=supported["median_ms"].where(is_ok)), "ms").astype(float)
+    times = pivot(rows.assign(ms=rows["median_ms"].where(is_ok)), "ms").astype(float)
     ours = times[[kernel for kernel in OURS if kernel in times]].bfill(axis=1)
     peers = {"Flex": "^flex_", "best SDPA": "^sdpa", "FA4": "^fa4", "naive": "^vectorized_torch$"}
     ratios = {
@@ -145,8 +141,8 @@ def direction_tables(rows: pd.DataFrame) -> list[str]:
     parts = []
     figures = {"TFLOP/s": "tflops", "Time (ms)": "median_ms", "Peak memory (GB)": "peak_memory_gb"}
     for title, figure in figures.items():
-        shown = supported[figure].where(is_ok, supported["status"])
-        lines = cases[shape].join(pivot(supported.assign(shown=shown), "shown"))
+        shown = rows[figure].where(is_ok, rows["status"])
+        lines = cases[shape].join(pivot(rows.assign(shown=shown), "shown"))
         lines = lines.assign(**ratios) if figure == "tflops" else lines
         parts += [f"### {title}", table(lines.assign(recorded=cases["recorded"]))]
     return parts
@@ -276,9 +272,8 @@ class AttentionReport(Report):
 
 def sweep(frame: pd.DataFrame) -> pd.DataFrame:
     """The supported square cases of the sweep, for charts."""
-    rows = supported_rows(main_rows(to_rows(frame)))
-    rows = [row for row in rows if row["queries"] == row["keys"]]
-    return pd.DataFrame(rows, columns=frame.columns)
+    rows = pd.DataFrame(main_rows(to_rows(frame)), columns=frame.columns)
+    return supported(rows).query("queries == keys")
 
 
 def forward(frame: pd.DataFrame) -> pd.DataFrame:

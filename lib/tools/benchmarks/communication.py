@@ -6,8 +6,7 @@ import math
 import re
 import socket
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import pandas as pd
@@ -28,13 +27,19 @@ from lib.ddp.process_group import (
     rank,
     reduce_scatter,
 )
-from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
+from lib.profiling.collectives import (
+    COLLECTIVES,
+    Collective,
+    Link,
+    bus_bandwidth_gbs,
+    fit_link,
+    predicted_ms,
+)
 from lib.profiling.measurement import interquartile_range, start_sample
-from lib.tools.benchmarks.harness import Case, grid
+from lib.tools.benchmarks.harness import Case, grid, sampling
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
 from lib.tools.benchmarks.sections import Report, newest, table
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10
 LARGEST_BYTES = {"nccl": 2**30, "gloo": 2**26}
@@ -135,19 +140,14 @@ def communication_groups(
         ranks=ranks,
         hosts=len(hosts),
         backend=backend,
-        warmup=config.warmup,
-        samples=config.samples,
-        max_seconds=config.max_seconds,
+        **sampling(config),
     )
     return [[case] for case in cases]
 
 
-def measure_group(
-    group: Group, config: CommunicationBenchmarkConfig, failed: Path | None
-) -> Iterator[dict[str, Any]]:
-    """Measure one row; where one rank runs out of memory, all raise."""
-    [case] = group
-    yield measure_collective(case)
+def measure_group(group: Group, config: CommunicationBenchmarkConfig) -> list[dict[str, Any]]:
+    """The figures of one row."""
+    return [measure_collective(group[0])]
 
 
 def measure_collective(case: Case) -> dict[str, Any]:
@@ -273,10 +273,12 @@ def group_name(row: Mapping[str, Any]) -> str:
 
 def communication_frame(records: Sequence[Record]) -> pd.DataFrame:
     """The newest records, small sizes first, beside the time of the formula that fits them."""
-    frame = to_frame(newest(records)).reindex(columns=_fields(records))
+    frame = to_frame(newest(records))
+    # those that no record has, too
+    frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *COLUMNS])))
     frame["group"] = [group_name(row) for _, row in frame.iterrows()]
     frame["size"] = frame["num_bytes"].map(size_name)
-    frame["place"] = frame["collective"].map(get_args(Collective).index)
+    frame["place"] = frame["collective"].map(COLLECTIVES.index)
     frame = frame.sort_values(["group", "place", "num_bytes"]).drop(columns="place")
     for _, rows in frame.groupby(["group", "collective"], sort=False):
         link = fitted_link(rows)
@@ -288,11 +290,6 @@ def communication_frame(records: Sequence[Record]) -> pd.DataFrame:
             frame.loc[index, "predicted_ms"] = predicted
             frame.loc[index, "formula_over_measured"] = predicted / row["median_ms"]
     return frame.where(frame.notna(), None)
-
-
-def _fields(records: Sequence[Record]) -> list[str]:
-    """The columns of a frame, those that no record has too."""
-    return list(dict.fromkeys([*to_frame(records).columns, *COLUMNS]))
 
 
 def fitted_link(rows: pd.DataFrame) -> Link | None:

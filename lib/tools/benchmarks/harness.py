@@ -1,25 +1,7 @@
 """The harness of all benchmarks: cases are measured one after another, and each leaves a record.
 
 A benchmark is the settings that become its flags, a table of cases and a function that measures
-one. This is a whole one, and a line in `lib.__main__.COMMANDS` makes it a command:
-
-    @settings
-    class SoftmaxConfig(SamplingConfig):
-        '''Softmax by size.'''
-
-        columns: tuple[PositiveInt, ...] = (1024, 65536)
-        '''Numbers in a row.'''
-
-    def cases(config: SoftmaxConfig, device: torch.device) -> list[Case]:
-        return grid(columns=config.columns, kernel=("eager", "compiled"), **sampling(config))
-
-    def measure_case(case: Case, config: SoftmaxConfig, device: torch.device) -> dict[str, Any]:
-        x = torch.randn(1024, case.columns, device=device)
-        softmax = torch.compile(torch.softmax) if case.kernel == "compiled" else torch.softmax
-        return measure(lambda: softmax(x, -1), device=device, **sampling(case)).figures()
-
-    COLUMNS = {"columns": "columns", "kernel": "kernel", "median_ms": "median (ms)"}
-    benchmark_softmax = Benchmark(Report("softmax", "Softmax", COLUMNS), cases, measure_case)
+one; `.github/CONTRIBUTING.md` has a whole one.
 """
 
 from __future__ import annotations
@@ -33,7 +15,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from modulefinder import ModuleFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,11 +97,11 @@ class Benchmark:
     measure: Callable[[Any, Any, torch.device], Any]
     """(case, config, device) -> figures; of a list of cases, those of each, in order."""
 
-    expect: Callable[[Case, torch.device], Mapping[str, Any]] | None = None
-    """(case, device) -> figures known beforehand, which a case that runs out of memory has too."""
-
     summary: Callable[[list[Record]], str] | None = None
     """Records -> what is printed at the end."""
+
+    packages: tuple[str, ...] = ()
+    """Whose versions a record names, too, where they are installed."""
 
     def __call__(self, config: Any) -> list[Record]:
         """Measure the cases of `config` without a record; write tables and figures.
@@ -133,7 +114,7 @@ class Benchmark:
         Raises:
             ValueError: none of the cases could be measured.
         """
-        device = pick_device(config.device)
+        device = pick_device(getattr(config, "device", "cpu"))
         if device.type == "cpu":
             keep_freed_memory()
         cases = self.cases(config, device)
@@ -144,9 +125,8 @@ class Benchmark:
                 measured = self.measure(group if are_groups else group[0], config, device)
                 return measured if are_groups else [measured]
 
-            for case, found in zip(group, or_out_of_memory(figures, len(group))):
-                known = self.expect(case, device) if self.expect else {}
-                yield {"status": "ok", **known, **found}
+            for found in or_out_of_memory(figures, len(group)):
+                yield {"status": "ok", **found}
             # reference cycles would keep what these cases held
             free_memory()
 
@@ -154,10 +134,10 @@ class Benchmark:
             config.output / f"{self.report.stem}.jsonl",
             cases if are_groups else [[case] for case in cases],
             measure,
-            code=code_version(self.measure.__module__),
             line=self.report.line,
             seed=config.seed,
             device=device,
+            packages=self.packages,
             restart=config.restart,
         )
         finish(self.report, records, config.output)
@@ -208,7 +188,6 @@ def run_sweep(
     groups: Iterable[Sequence[Case]],
     measure: Callable[[Sequence[Case]], Iterable[Mapping[str, Any]]],
     *,
-    code: str,
     line: Callable[[Record], str] | None = None,
     seed: int | None = None,
     device: torch.device | str | None = None,
@@ -220,8 +199,8 @@ def run_sweep(
     The cases of a group are measured in one call, such as candidates that are interleaved. A group
     is skipped if all its cases have a record, so the same call resumes an interrupted sweep; a case
     that has failed is not tried again. A record counts if it was made on the same device, with the
-    same versions, number of threads, seed and `code`. If another process sweeps into the same file,
-    this one waits for it and then measures only what is left.
+    same versions, number of threads, seed and code of `lib`. If another process sweeps into the
+    same file, this one waits for it and then measures only what is left.
 
     Args:
         measure: group -> the figures of its cases, in their order.
@@ -234,6 +213,7 @@ def run_sweep(
     """
     from tqdm import tqdm
 
+    code = code_version()
     # fail now if the file cannot be written, not after the first measurement
     path = Path(path)
     make_folder(path.parent)
@@ -246,7 +226,9 @@ def run_sweep(
         return json.loads(json.dumps(made | {"code": code, "threads": torch.get_num_threads()}))
 
     here = record_of({})
-    groups = [list(group) for group in groups]
+    groups = [{_key(vars(case)): case for case in group} for group in groups]
+    cases = {key: case for group in groups for key, case in group.items()}
+    names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
     with lock_file(path):
         # keep the records of this machine and this code
         records = read_records(path)
@@ -254,34 +236,27 @@ def run_sweep(
         same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
         found = {_key(record["config"]): record for record in same}
 
-        left: list[list[Case]] = []
+        left: list[list[str]] = []
         wanted: set[str] = set()
         for group in groups:
             # a case that is asked for twice is measured once
-            cases = {_key(vars(case)): case for case in group}
-            cases = {key: case for key, case in cases.items() if key not in wanted}
-            wanted |= cases.keys()
-            failed = [key for key in cases if key in found and has_failed(found[key])]
-            if not cases.keys() <= found.keys():
-                left.append([case for key, case in cases.items() if key not in failed])
-        total = len(wanted)
-        log.info("%d of %d rows to measure, into %s", sum(map(len, left)), total, path)
-        done = total - sum(map(len, left))
-        texts = iter(differences([vars(case) for group in left for case in group]))
-        progress = {"total": total, "initial": done, "unit": "row"}
+            keys = [key for key in group if key not in wanted]
+            wanted.update(keys)
+            if not found.keys() >= set(keys):
+                left.append([key for key in keys if key not in found or not has_failed(found[key])])
+        count = sum(map(len, left))
+        log.info("%d of %d rows to measure, into %s", count, len(cases), path)
+        progress = {"total": len(cases), "initial": len(cases) - count, "unit": "row"}
         with tqdm(**progress, **bar_size(), disable=None, leave=False) as bar:
-            for group in left:
-                names = [next(texts) for _ in group]
-                bar.set_description_str(names[0])
-                for case, name, figures in zip(group, names, measure(group)):
-                    record = record_of(figures, case)
-                    append_record(path, record)
-                    found[_key(record["config"])] = record
+            for keys in left:
+                bar.set_description_str(names[keys[0]])
+                for key, figures in zip(keys, measure([cases[key] for key in keys])):
+                    found[key] = record_of(figures, cases[key])
+                    append_record(path, found[key])
                     bar.update()
                     if line:
-                        bar.write(": ".join(filter(None, (name, line(record)))))
-    keys = dict.fromkeys(_key(vars(case)) for group in groups for case in group)
-    return [found[key] for key in keys]
+                        bar.write(": ".join(filter(None, (names[key], line(found[key])))))
+    return [found[key] for key in cases]
 
 
 def has_failed(record: Record) -> bool:
@@ -334,22 +309,10 @@ def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Rec
     return [*same, *records]
 
 
-def code_version(module: str, root: Path = ROOT) -> str:
-    """Hash a module of `lib` and every module of `lib` that it imports, also inside functions.
-
-    Args:
-        module: such as `lib.tools.benchmarks.step`. One outside `lib` gets the hash of all of it.
-
-    Returns:
-        Twelve hex digits, which change when one of these files does.
-    """
-    paths = set((root / "lib").rglob("*.py"))
-    if module.startswith("lib."):
-        # with this search path it finds modules of `lib` only
-        finder: Any = ModuleFinder(path=[str(root)])
-        finder.import_hook(module)
-        paths = {Path(found.__file__) for found in finder.modules.values() if found.__file__}
+def code_version(root: Path = ROOT) -> str:
+    """Hash the code of `lib`: twelve hex digits that change when one of its files does."""
     digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    for path in sorted((root / "lib").rglob("*.*")):
+        if path.suffix in (".py", ".cu", ".cuh"):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -169,15 +169,8 @@ PEERS = {
     "fa4": "FlashAttention-4",
     "fa4_deterministic": "FlashAttention-4",
 }
-DICTIONARY = {"text": "gcide", "vocab_size": 10_000}
-CODE = {"text": "linux", "vocab_size": 10_000}
-TOKENIZERS = (
-    "candidate",
-    "numba",
-    ("gigatoken", "fastokens", "tiktoken", "tokenizers", "rustbpe"),
-    "MB_per_s",
-    "MB/s",
-)
+DICTIONARY, CODE = "gcide", "linux"
+TOKENIZERS = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "rustbpe")
 KERNELS = ("kernel", "flash_attention_triton", ("sdpa_", "flex_", "fa4"), "tflops", "TFLOP/s")
 CAUSAL = {
     "queries": 4096,
@@ -191,41 +184,44 @@ ATTENTION = {
     "16,384.",
     "backward": "**Attention backward**: {times}.",
 }
-COMPARISONS = (
-    Comparison(
-        "tokenizer, training on an English dictionary",
+
+
+def _tokenizer(what: str, task: str, text: str, cores: str, meaning: str = "") -> Comparison:
+    return Comparison(
+        f"tokenizer, {what}",
         "tokenizer_repeats",
-        DICTIONARY | {"task": "train"},
-        *TOKENIZERS,
-        device="{device}, {cores} cores",
+        {"task": task, "text": text, "vocab_size": 10_000},
+        *("candidate", "numba", TOKENIZERS, "MB_per_s", "MB/s"),
+        device=f"{{device}}, {cores}",
         report="tokenizer_benchmark",
+        meaning=meaning,
+    )
+
+
+def _sharding(what: str, ours: str, peer: str) -> Comparison:
+    return Comparison(
+        f"{what}, 2.0 billion parameters",
+        "sharding_repeats",
+        {"model": "xl", "ranks": 2},
+        *("method", ours, (peer,), "tokens_per_s", "tokens/s"),
+        device="2 × {device}",
+        report="sharding_benchmark",
+    )
+
+
+COMPARISONS = (
+    _tokenizer(
+        "training on an English dictionary",
+        *("train", DICTIONARY, "{cores} cores"),
         meaning="**Training a tokenizer** on a dictionary: {times}.",
     ),
-    Comparison(
-        "tokenizer, training on Linux's C code",
-        "tokenizer_repeats",
-        CODE | {"task": "train"},
-        *TOKENIZERS,
-        device="{device}, {cores} cores",
-        report="tokenizer_benchmark",
-    ),
-    Comparison(
-        "tokenizer, encoding the dictionary",
-        "tokenizer_repeats",
-        DICTIONARY | {"task": "encode"},
-        *TOKENIZERS,
-        device="{device}, 1 core",
-        report="tokenizer_benchmark",
+    _tokenizer("training on Linux's C code", "train", CODE, "{cores} cores"),
+    _tokenizer(
+        "encoding the dictionary",
+        *("encode", DICTIONARY, "1 core"),
         meaning="**Encoding** it, on one core: {times}.",
     ),
-    Comparison(
-        "tokenizer, encoding Linux's C code",
-        "tokenizer_repeats",
-        CODE | {"task": "encode"},
-        *TOKENIZERS,
-        device="{device}, 1 core",
-        report="tokenizer_benchmark",
-    ),
+    _tokenizer("encoding Linux's C code", "encode", CODE, "1 core"),
     Comparison(
         "training, 124 million parameters, 32 × 1,024 tokens",
         "training_repeats",
@@ -255,20 +251,6 @@ COMPARISONS = (
         report="lm_matrix_report",
         meaning="**Data parallelism** on two GPUs: {times}; notebook 08 builds up to it.",
     ),
-    Comparison(
-        "sharded optimizer, 2.0 billion parameters",
-        "sharding_repeats",
-        {"model": "xl", "ranks": 2},
-        *("method", "zero1", ("torch_ddp+torch_zero",), "tokens_per_s", "tokens/s"),
-        device="2 × {device}",
-        report="sharding_benchmark",
-    ),
-    Comparison(
-        "fully sharded, 2.0 billion parameters",
-        "sharding_repeats",
-        {"model": "xl", "ranks": 2},
-        *("method", "fsdp", ("fsdp2",), "tokens_per_s", "tokens/s"),
-        device="2 × {device}",
-        report="sharding_benchmark",
-    ),
+    _sharding("sharded optimizer", "zero1", "torch_ddp+torch_zero"),
+    _sharding("fully sharded", "fsdp", "fsdp2"),
 )

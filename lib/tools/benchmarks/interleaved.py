@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from lib.tools.benchmarks.rank_training import (
     predicted_memory,
     shape_of,
 )
-from lib.tools.benchmarks.ranks import CaseFailedError, fail
+from lib.tools.benchmarks.ranks import blame
 from lib.tools.benchmarks.step import device_memory
 from lib.training.step import numerics
 
@@ -58,10 +57,10 @@ def make_groups(timeout: float) -> Groups:
 
 
 def interleave(
-    cases: Sequence[Case], config: RanksTrainingConfig, groups: Groups, failed: Path | None
+    cases: Sequence[Case], config: RanksTrainingConfig, groups: Groups
 ) -> dict[str, dict[str, Any]]:
     """Method -> the figures of its training, the same on all ranks."""
-    trainings = Trainings(cases, config, groups, failed)
+    trainings = Trainings(cases, config, groups)
     with numerics(tf32=config.tf32, deterministic=False):
         rows = trainings.run()
     trainings.held.clear()
@@ -74,15 +73,9 @@ def interleave(
 class Trainings:
     """The trainings of one group on one rank, all in memory, or one at a time where few fit."""
 
-    def __init__(
-        self,
-        cases: Sequence[Case],
-        config: RanksTrainingConfig,
-        groups: Groups,
-        failed: Path | None,
-    ) -> None:
+    def __init__(self, cases: Sequence[Case], config: RanksTrainingConfig, groups: Groups) -> None:
         self.cases = {method_of(case): case for case in cases}
-        self.config, self.groups, self.failed = config, groups, failed
+        self.config, self.groups = config, groups
         self.device = current_device()
         memory = device_memory(self.device) or math.inf
         if self.device.type == "cpu":
@@ -156,7 +149,7 @@ class Trainings:
     @contextlib.contextmanager
     def training(self, name: str) -> Iterator[Training]:
         """A warm training: the one in memory, or where only one fits, one for this block."""
-        try:
+        with blame(self.cases[name]):
             training = self.held.get(name)
             if training is None:
                 training, memory = self.warm_up(name)
@@ -170,10 +163,6 @@ class Trainings:
                 # the caller's frame still holds the training itself
                 training.step = None
                 free_memory()
-        except (ValueError, CaseFailedError):
-            raise
-        except Exception as error:
-            fail(self.failed, self.cases[name], error)
 
 
 def fits_together(cases: Sequence[Case], memory: float) -> bool:

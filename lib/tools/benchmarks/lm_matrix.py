@@ -6,9 +6,8 @@ rank trains alone, in a group of its own, while the others do the same.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
@@ -16,7 +15,7 @@ import pandas as pd
 from lib.core.allocator import free_memory
 from lib.core.settings import NonEmpty, settings
 from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
-from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
+from lib.model.config import AttentionKernel, PresetName
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
     Groups,
@@ -26,13 +25,12 @@ from lib.tools.benchmarks.interleaved import (
     time_ratio,
 )
 from lib.tools.benchmarks.rank_training import (
-    SIZES,
     RanksTrainingConfig,
     Training,
     compared_steps,
     training_case,
 )
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark, fail
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark, blame
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
 from lib.tools.benchmarks.sections import Chart, Report, section, table, to_rows
 
@@ -91,21 +89,6 @@ class LmMatrixConfig(RanksTrainingConfig):
     model: PresetName | None = None
     """Model preset, such as `small`; `tiny` by default on a CPU, `matrix` on GPUs."""
 
-    d_model: int | None = None
-    """Width of the residual stream; the preset's by default, like the sizes below."""
-
-    d_ff: int | None = None
-    """Inner width of SwiGLU."""
-
-    num_layers: int | None = None
-    """Transformer blocks."""
-
-    num_heads: int | None = None
-    """Attention heads."""
-
-    vocab_size: int | None = None
-    """Token ids."""
-
     defaults: ClassVar[dict[str, tuple[Any, Any]]] = {
         "model": ("tiny", "matrix"),
         "kernels": (CPU_KERNELS, GPU_KERNELS),
@@ -113,40 +96,27 @@ class LmMatrixConfig(RanksTrainingConfig):
         "steps_per_epoch": (3, 20),
     }
 
-    def shape(self, kernel: AttentionKernel, backend: str) -> ModelConfig:
-        """The model, with an attention kernel."""
-        given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
-        preset = model_preset(self.given("model", backend))
-        return dataclasses.replace(preset, attention_kernel=kernel, **given)
-
 
 def matrix_groups(config: LmMatrixConfig, ranks: int, backend: str) -> list[Group]:
     """A group of wrappers for each kernel."""
     model = config.given("model", backend)
     return [
         [
-            training_case(
-                config, config.shape(kernel, backend), ranks, backend, model=model, wrapper=wrapper
-            )
+            training_case(config, model, kernel, ranks, backend, wrapper=wrapper)
             for wrapper in config.wrappers
         ]
         for kernel in config.given("kernels", backend)
     ]
 
 
-def measure_wrappers(
-    group: Group, config: LmMatrixConfig, failed: Path | None
-) -> Iterator[dict[str, Any]]:
+def measure_wrappers(group: Group, config: LmMatrixConfig) -> Iterator[dict[str, Any]]:
     """The figures of the wrappers of one kernel, with losses beside those of one process."""
     groups = make_groups(config.timeout)
-    try:
+    reference: list[float] = []
+    # where the kernel does not run, each training says so
+    with contextlib.suppress(ValueError), blame(group[0]):
         reference = reference_losses(group[0], config, groups)
-    except ValueError:
-        # the kernel does not run here, which each training says
-        reference = []
-    except Exception as error:
-        fail(failed, group[0], error)
-    rows = interleave(group, config, groups, failed)
+    rows = interleave(group, config, groups)
     further = compare_with_none(rows)
     for case in group:
         row = rows[case.wrapper]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -171,25 +170,20 @@ def bytes_at_marks(events: Iterable[dict[str, Any]]) -> dict[str, int]:
     have been freed before, so it is dropped.
     """
     found: dict[str, int] = {}
-    sizes: dict[int, int] = {}
-    starts: list[int] = []  # of the live blocks, sorted
+    live: dict[int, int] = {}  # address -> bytes
     allocated = peak = 0
     for event in sorted(events, key=lambda event: event.get("ts", 0)):
         name = event.get("name", "")
         if name == "[memory]":
-            start, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
-            # drop the blocks that overlap [start, stop)
-            stop = start + abs(num_bytes)
-            first = bisect_right(starts, start)
-            if first and starts[first - 1] + sizes[starts[first - 1]] > start:
-                first -= 1
-            last = bisect_left(starts, stop)
-            allocated -= sum(sizes.pop(block) for block in starts[first:last])
-            starts[first:last] = []
             # a negative size is a free
+            start, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+            gone = [start]
             if num_bytes > 0:
-                starts.insert(first, start)
-                sizes[start] = num_bytes
+                stop = start + num_bytes
+                gone = [block for block in live if block < stop and block + live[block] > start]
+            allocated -= sum(live.pop(block, 0) for block in gone)
+            if num_bytes > 0:
+                live[start] = num_bytes
                 allocated += num_bytes
             peak = max(peak, allocated)
         elif name.startswith(MARK):

@@ -21,7 +21,7 @@ from lib.core.hardware import DtypeName, pick_dtype
 from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, check, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.ddp.process_group import barrier, current_device, rank
-from lib.model.config import ModelConfig, model_preset
+from lib.model.config import AttentionKernel, ModelConfig, model_preset
 from lib.model.transformer import TransformerLM
 from lib.profiling.memory_formula import RankMemory, default_cap_mb, rank_memory
 from lib.profiling.trace import events_of, parse_trace
@@ -114,15 +114,29 @@ class RanksTrainingConfig(RanksConfig):
 
 
 def training_case(
-    config: RanksTrainingConfig, shape: ModelConfig, ranks: int, backend: str, **names: Any
+    config: RanksTrainingConfig,
+    model: str,
+    kernel: AttentionKernel,
+    ranks: int,
+    backend: str,
+    **names: str,
 ) -> Case:
-    """The training of a model that `config` asks for; `names` are model, wrapper and method.
+    """The training of a model that `config` asks for.
+
+    Args:
+        names: the `wrapper`, or the `method`, which has one.
 
     Raises:
         ValueError: the config asks for another number of ranks or another backend than there are,
             or for something that only GPUs have.
     """
     check_group(config, ranks, backend)
+    if "method" in names:
+        fields = SHARDING_METHODS.get(names["method"], {})
+        names["wrapper"] = fields.get("ddp_wrapper", names["method"])
+    preset = model_preset(model)
+    length = config.context_length or preset.context_length
+    shape = dataclasses.replace(preset, attention_kernel=kernel, context_length=length)
     on_gpu = backend == "nccl"
     check(config, "cuda_graph", on_gpu or not config.cuda_graph, "False on a CPU")
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -130,7 +144,8 @@ def training_case(
     low = config.low_precision_weights
     cap_mb = default_cap_mb(shape, dtype=dtype, low_precision_weights=low)
     return Case(
-        kernel=shape.attention_kernel,
+        kernel=kernel,
+        model=model,
         **names,
         **{name: getattr(shape, name) for name in SIZES},
         tr_batch_size=config.given("tr_batch_size", backend),

@@ -7,9 +7,9 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -67,20 +67,26 @@ def check_group(config: RanksConfig, ranks: int, backend: str) -> None:
 class CaseFailedError(Exception):
     """A case that ended the ranks, as one does that runs out of memory while others wait."""
 
+    def __init__(self, case: Case, error: Exception) -> None:
+        self.config = vars(case)
+        self.status = "oom" if is_out_of_memory(error) else "failed"
+        self.reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
+        super().__init__(f"{self.config}: {self.reason}")
 
-def fail(path: Path | None, case: Case, error: Exception) -> NoReturn:
-    """Leave word of the case that ended the ranks; the first counts, as others follow from it.
+
+@contextlib.contextmanager
+def blame(case: Case) -> Iterator[None]:
+    """Name `case` in an error of the block, except in a `ValueError`, which all ranks raise alike.
 
     Raises:
-        CaseFailedError: always, from `error`.
+        CaseFailedError: from any other error.
     """
-    status = "oom" if is_out_of_memory(error) else "failed"
-    reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
-    if path:
-        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
-            word = {"config": vars(case), "status": status, "reason": reason}
-            json.dump(word | {"threads": torch.get_num_threads()}, file)
-    raise CaseFailedError(f"{vars(case)}: {reason}") from error
+    try:
+        yield
+    except (ValueError, CaseFailedError):
+        raise
+    except Exception as error:
+        raise CaseFailedError(case, error) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +102,8 @@ class RanksBenchmark:
     Raises `ValueError` for settings that do not fit together or this machine.
     """
 
-    measure: Callable[[Group, Any, Path | None], Iterable[Mapping[str, Any]]]
-    """(group, config, file for `fail`) -> figures of each case, the same on all ranks."""
-
-    @property
-    def code(self) -> str:
-        """The version of the code that measures."""
-        return code_version(self.measure.__module__)
+    measure: Callable[[Group, Any], Iterable[Mapping[str, Any]]]
+    """(group, config) -> figures of each case, the same on all ranks; uses `blame`."""
 
     def __call__(self, config: Any) -> list[Record]:
         """Measure what has no record, and write tables and figures of all records in `output`.
@@ -164,7 +165,7 @@ class RanksBenchmark:
             figures = {"status": word["status"], "reason": word["reason"]}
             device = torch.device("cuda" if backend == "nccl" else "cpu")
             record = new_record(figures, config=word["config"], seed=config.seed, device=device)
-            append_record(path, record | {"code": self.code, "threads": word["threads"]})
+            append_record(path, record | {"code": code_version(), "threads": word["threads"]})
 
     def sweep(
         self,
@@ -189,8 +190,7 @@ class RanksBenchmark:
         if rank() > 0:
             logging.getLogger(__package__).setLevel(logging.WARNING)
             while (group := _broadcast()) is not None:
-                # memory that runs out on all ranks; rank 0 records it
-                or_out_of_memory(lambda: self.measure(group, config, failed), len(group))
+                self._figures(group, config, failed)
             return []
         if log_level is not None:
             logging.basicConfig(format="%(message)s")
@@ -198,13 +198,12 @@ class RanksBenchmark:
 
         def measure(group: Group) -> list[Mapping[str, Any]]:
             _broadcast(group)
-            return or_out_of_memory(lambda: self.measure(group, config, failed), len(group))
+            return self._figures(group, config, failed)
 
         records = run_sweep(
             self._path(config),
             groups,
             measure,
-            code=self.code,
             line=self.report.line,
             seed=config.seed,
             device=device,
@@ -212,6 +211,19 @@ class RanksBenchmark:
         )
         _broadcast(None)
         return records
+
+    def _figures(self, group: Group, config: Any, failed: Path | None) -> list[Mapping[str, Any]]:
+        """Measure a group on this rank; leave word in `failed` of a case that ends the ranks."""
+        try:
+            # memory that runs out on all ranks is a result
+            return or_out_of_memory(lambda: self.measure(group, config), len(group))
+        except CaseFailedError as error:
+            if failed:
+                word = json.dumps(vars(error) | {"threads": torch.get_num_threads()})
+                # the first rank's word counts, as what others raise follows from it
+                with contextlib.suppress(FileExistsError), open(failed, "x") as file:
+                    file.write(word)
+            raise
 
 
 def _broadcast(group: Group | None = None) -> Group | None:

@@ -8,9 +8,8 @@ from typing import Any
 import pandas as pd
 
 from lib.core.records import Record, to_frame
-from lib.model.config import MODEL_PRESETS
 from lib.tools.benchmarks.interleaved import time_ratio
-from lib.tools.benchmarks.rank_training import LENGTH, SIZES
+from lib.tools.benchmarks.rank_training import LENGTH
 from lib.tools.benchmarks.sections import failures, newest, to_rows
 
 TOGETHER_NOTE = "The models did not fit into memory together: each was built anew for each epoch."
@@ -31,10 +30,6 @@ def training_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def setting_title(row: Mapping[str, Any]) -> str:
     """The setting of a row in words."""
-    preset = MODEL_PRESETS.get(row["model"])
-    # the context length is in the batch's words
-    sizes = [name for name in SIZES if name != "context_length"]
-    other = [f"{name} {row[name]}" for name in sizes if row[name] != getattr(preset, name, None)]
     precision = "TF32" if row["tf32"] and row["backend"] == "nccl" else "float32"
     words = [precision if row["dtype"] == "float32" else row["dtype"]]
     words += ["compiled" if row["compile"] else "eager"]
@@ -42,7 +37,7 @@ def setting_title(row: Mapping[str, Any]) -> str:
     words += [f"{row['dtype']} parameters"] * row["low_precision_weights"]
     words += [f"buckets of {row['bucket_size_mb']:g} MiB"] * (row["bucket_size_mb"] != 25)
     batch = f"{row['ranks']} × {row['tr_batch_size']} × {row['context_length']} tokens"
-    return f"{', '.join([row['model'], *other])}: {', '.join(words)}; {batch}; {machine(row)}"
+    return f"{row['model']}: {', '.join(words)}; {batch}; {machine(row)}"
 
 
 def machine(row: Mapping[str, Any]) -> str:

@@ -6,17 +6,15 @@ in a group of its own, while the others do the same.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
-from lib.model.config import ATTENTION_KERNELS, PresetName, model_preset
+from lib.model.config import AttentionKernel, PresetName, model_preset
 from lib.profiling.memory_formula import SIZES, rank_memory
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
@@ -104,7 +102,7 @@ class ShardingConfig(RanksTrainingConfig):
     recomputes every block in backward.
     """
 
-    attention_kernel: str = "sdpa"
+    attention_kernel: AttentionKernel = "sdpa"
     """Attention kernel."""
 
     loss_steps: NonNegativeInt = 10
@@ -123,34 +121,23 @@ class ShardingConfig(RanksTrainingConfig):
         super().__post_init__()
         is_known = set(self.methods) <= set(SHARDING_METHODS)
         check(self, "methods", is_known, f"names out of {', '.join(SHARDING_METHODS)}")
-        # no formula predicts what the compiler keeps
-        kernels = [name for name in ATTENTION_KERNELS if not name.endswith("_compiled")]
-        is_known = self.attention_kernel in kernels
-        check(self, "attention_kernel", is_known, f"one of {', '.join(kernels)}")
 
 
 def sharding_groups(config: ShardingConfig, ranks: int, backend: str) -> list[Group]:
     """A group of methods for each model."""
-    groups: list[Group] = []
-    for model in config.given("models", backend):
-        preset = model_preset(model)
-        length = config.context_length or preset.context_length
-        kernel = config.attention_kernel
-        shape = dataclasses.replace(preset, context_length=length, attention_kernel=kernel)
-        group = [
-            training_case(config, shape, ranks, backend, model=model, method=name, wrapper=wrapper)
-            for name in config.methods
-            for wrapper in [SHARDING_METHODS[name].get("ddp_wrapper", name)]
+    kernel = config.attention_kernel
+    return [
+        [
+            training_case(config, model, kernel, ranks, backend, method=method)
+            for method in config.methods
         ]
-        groups.append(group)
-    return groups
+        for model in config.given("models", backend)
+    ]
 
 
-def measure_methods(
-    group: Group, config: RanksTrainingConfig, failed: Path | None
-) -> Iterator[dict[str, Any]]:
+def measure_methods(group: Group, config: RanksTrainingConfig) -> Iterator[dict[str, Any]]:
     """The figures of the methods of one model, compared with those of `flashddp`."""
-    rows = interleave(group, config, make_groups(config.timeout), failed)
+    rows = interleave(group, config, make_groups(config.timeout))
     further = compare_with_base(rows)
     for case in group:
         yield {**rows[case.method], **further.get(case.method, {})}

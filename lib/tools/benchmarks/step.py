@@ -19,10 +19,11 @@ from lib.core.hardware import device_name, peak, peak_flops, pick_dtype
 from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, settings
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
-from lib.model.costs import activation_bytes, flops_per_token, num_parameters, parameters_by_part
-from lib.model.loss import CHUNK_BYTES, CHUNK_PART
+from lib.model.costs import flops_per_token, num_parameters, parameters_by_part
+from lib.model.loss import CHUNK_BYTES
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import measure
+from lib.profiling.memory_formula import rank_memory
 from lib.profiling.memory_timeline import held_blocks
 from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
 from lib.tools.benchmarks.sections import Report, newest
@@ -126,31 +127,23 @@ def dtype_of(case: Case) -> torch.dtype:
     return getattr(torch, case.dtype)
 
 
-def expect_step(case: Case, device: torch.device) -> dict[str, Any]:
-    """The figures of a case that are known before it is measured."""
+def measure_step(case: Case, config: StepBenchmarkConfig, device: torch.device) -> dict[str, Any]:
+    """Measure a case, unless it is far too large; its estimate is a figure in any case."""
     predicted = predicted_memory(case, device)
     figures: dict[str, Any] = {
         "parameters": num_parameters(shape_of(case)),
         "flops": _flops_per_token(case) * case.batch_size * case.seq_len,
         "predicted_memory_gb": predicted and predicted / 1e9,
     }
-    if predicted is None:
-        figures["not_predicted"] = f"the compiler decides what {case.attention_kernel} keeps"
-    return figures
-
-
-def measure_step(case: Case, config: StepBenchmarkConfig, device: torch.device) -> dict[str, Any]:
-    """Measure a case, unless it is far too large."""
-    limit = (device_memory(device) or float("inf")) * TRIED_UP_TO.get(device.type, 1.0)
-    predicted = predicted_memory(case, device)
-    if predicted is not None and predicted > limit:
-        return {"status": "oom", "was_tried": False}
+    memory = (device_memory(device) or float("inf")) * TRIED_UP_TO.get(device.type, 1.0)
+    if predicted is not None and predicted > memory:
+        return figures | {"status": "oom", "was_tried": False}
     with numerics(tf32=case.tf32, deterministic=False):
         # time and memory
         step = _train_step(case, config.seed, device)
         fn = _function(step, case, config.seed)
         measured = measure(fn, device=device, **sampling(case))
-        figures = measured.figures() | {"was_tried": True}
+        figures |= measured.figures() | {"was_tried": True}
         if measured.status == "oom":
             return figures
 
@@ -228,52 +221,41 @@ def _peak_flops(case: Case, device: torch.device) -> float | None:
 def predicted_memory(case: Case, device: torch.device) -> int | None:
     """Estimate the peak memory of a step in bytes, the model included; None: not predictable.
 
-    With P parameters, weights take 4 P all the time and, in a full step, AdamW's moments 8 P. On
-    top of that, at the peak,
-
-    - forward: one layer's tensors or the loss's, and the weights' 16-bit copies under autocast
-    - with gradients: either what is kept for the backward pass (`lib.model.costs`), at its start,
-      or the gradients, 4 P, at its end; on a CPU AdamW then needs 8 P more.
+    A full step takes what training does on one rank (`lib.profiling.memory_formula`), and gradients
+    alone have no optimizer state.
     """
-    shape, on_gpu = shape_of(case), device.type == "cuda"
-    element_bytes = dtype_of(case).itemsize
-    is_short = element_bytes < 4
-    width, vocabulary = shape.d_model, shape.vocab_size
-    tokens, weights = case.batch_size * case.seq_len, 4 * num_parameters(shape)
-
-    # logits of one chunk; in 16 bits on a CPU the loss also copies them to float32
-    most_logits = CHUNK_PART * device_memory(device) if on_gpu else CHUNK_BYTES
-    logits = min(tokens * vocabulary * element_bytes, int(most_logits))
-    if is_short and not on_gpu:
-        logits *= 3
-
-    # the residual stream and its norm, and what lies between the matmuls of the feed-forward layer
-    layer = tokens * element_bytes * (4 * width + 3 * shape.ff_width)
     if case.mode == "forward":
-        parts = parameters_by_part(shape)
-        matrices = parts["attention"] + parts["feed_forward"]
-        copies = element_bytes * matrices if is_short and not case.compile else 0
-        head = (tokens + is_short * vocabulary) * width * element_bytes
-        return weights + copies + max(layer + _score_bytes(case), logits + head)
+        return _forward_memory(case, device)
+    sizes: dict = {"batch_size": case.batch_size, "dtype": case.dtype}
     try:
-        options: dict = {"element_bytes": element_bytes, "autocast": is_short, "cuda": on_gpu}
-        kept = activation_bytes(shape, case.batch_size, **options)
+        memory = rank_memory(shape_of(case), ranks=1, cuda=device.type == "cuda", **sizes)
     except ValueError:
         return None
     if case.mode == "forward_backward":
-        return weights + max(kept + max(layer, logits), weights)
-    update = weights if on_gpu else 3 * weights
-    return 3 * weights + max(kept + max(layer, logits), update)
+        memory = dataclasses.replace(memory, optimizer_state=0, update=0)
+    return memory.peak
 
 
-def _score_bytes(case: Case) -> int:
-    """Bytes of a naive kernel: scores, a masked copy and exponentials, all in float32."""
-    if case.attention_kernel == "sdpa" or case.attention_kernel.startswith("flash_attention"):
-        return 0
-    heads = case.batch_size * shape_of(case).num_heads
-    # that kernel computes one head at a time
-    heads = 1 if case.attention_kernel == "scaled_dot_prod_attention" else heads
-    return 12 * heads * case.seq_len**2
+def _forward_memory(case: Case, device: torch.device) -> int:
+    """Weights, their 16-bit copies under autocast, and one layer's tensors or the loss's."""
+    shape, tokens = shape_of(case), case.batch_size * case.seq_len
+    element_bytes, is_short = dtype_of(case).itemsize, case.dtype != "float32"
+    parts = parameters_by_part(shape)
+    matrices = parts["attention"] + parts["feed_forward"]
+    copies = element_bytes * matrices if is_short and not case.compile else 0
+    # the residual stream, its norm, what lies between the matmuls, and a naive kernel's scores
+    layer = tokens * element_bytes * (4 * shape.d_model + 3 * shape.ff_width)
+    if case.attention_kernel != "sdpa" and not case.attention_kernel.startswith("flash_attention"):
+        # scores, a masked copy and exponentials, in float32; this kernel computes a head at a time
+        heads = case.batch_size * shape.num_heads
+        heads = 1 if case.attention_kernel == "scaled_dot_prod_attention" else heads
+        layer += 12 * heads * case.seq_len**2
+    # logits, on a CPU a chunk at a time, which a loss in 16 bits copies to float32
+    logits = tokens * shape.vocab_size * element_bytes
+    if device.type == "cpu":
+        logits = min(logits, CHUNK_BYTES) * (3 if is_short else 1)
+    head = (tokens + is_short * shape.vocab_size) * shape.d_model * element_bytes
+    return 4 * num_parameters(shape) + copies + max(layer, logits + head)
 
 
 def device_memory(device: torch.device) -> int | None:
@@ -288,7 +270,11 @@ def device_memory(device: torch.device) -> int | None:
 
 def step_frame(records: Sequence[Record]) -> pd.DataFrame:
     """The newest record of each case, small models first."""
-    frame = to_frame(sorted(newest(records), key=lambda record: record["figures"]["parameters"]))
+
+    def size(record: Record) -> int:
+        return num_parameters(model_preset(record["config"]["model"]))
+
+    frame = to_frame(sorted(newest(records), key=size))
     frame["precision"] = frame["dtype"].mask(frame["tf32"].map(bool), "TF32")
     return frame
 
@@ -301,4 +287,4 @@ REPORT = Report(
     by=("model", "batch_size", "precision", "compile", "attention_kernel"),
     rows=step_frame,
 )
-benchmark_step = Benchmark(REPORT, step_cases, measure_step, expect_step)
+benchmark_step = Benchmark(REPORT, step_cases, measure_step)

@@ -14,20 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from annotated_types import Gt
 
 from lib.core.hardware import available_cpus
-from lib.core.records import Record, to_frame
+from lib.core.records import to_frame
 from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.stories import generate_stories
-from lib.tools.benchmarks.harness import (
-    BenchmarkConfig,
-    Case,
-    code_version,
-    finish,
-    grid,
-    run_sweep,
-)
+from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, Case, grid
 from lib.tools.benchmarks.sections import Report
 from lib.tools.benchmarks.tokenizer_candidates import (
     DOCUMENT_CHARACTERS,
@@ -87,8 +81,21 @@ class TokenizerBenchmarkConfig(BenchmarkConfig):
     """Files to train on and encode once, for time and peak memory."""
 
 
-def tokenizer_groups(config: TokenizerBenchmarkConfig) -> list[list[Case]]:
-    """The candidates of each task, which are interleaved."""
+def tokenizer_groups(config: TokenizerBenchmarkConfig, device: torch.device) -> list[list[Case]]:
+    """The candidates of each task, which are interleaved; says which peers are not installed.
+
+    Raises:
+        FileNotFoundError: a text is neither `stories` nor a file.
+    """
+    for name in (*config.texts, *config.large_files):
+        if name != "stories" and not Path(name).is_file():
+            raise FileNotFoundError(f"texts must be `stories` or files, got {name!r}: no such file")
+    missing = [name for name in PEERS if not is_installed(name)]
+    if missing:
+        log.warning(
+            "not installed, so not measured: %s (pip install -r .ci/requirements-peers.txt)",
+            ", ".join(missing),
+        )
     first, cores = config.vocab_sizes[0], available_cpus()
     groups = [grid(task="first use", candidate=FIRST_USE, cores=1)]
 
@@ -115,62 +122,41 @@ def tokenizer_groups(config: TokenizerBenchmarkConfig) -> list[list[Case]]:
     return groups
 
 
-def benchmark_tokenizer(config: TokenizerBenchmarkConfig) -> list[Record]:
-    """Measure the tasks that have no record; write a table, and return the records.
-
-    Raises:
-        FileNotFoundError: a text is neither `stories` nor a file.
-    """
-    # without it, Hugging Face's tokenizers use one core
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    missing = [name for name in PEERS if not is_installed(name)]
-    if missing:
-        log.warning(
-            "not installed, so not measured: %s (pip install -r .ci/requirements-peers.txt)",
-            ", ".join(missing),
-        )
-    files = {Path(text).stem: text for text in (*config.texts, *config.large_files)}
-    for name in files.values():
-        if name != "stories" and not Path(name).is_file():
-            raise FileNotFoundError(f"texts must be `stories` or files, got {name!r}: no such file")
-    with tempfile.TemporaryDirectory() as folder:
-
-        @functools.lru_cache(maxsize=1)
-        def corpus(text: str, vocab_size: int, megabytes: int | None) -> Corpus:
-            path = Path(files[text])
-            if megabytes:
-                path = prepare_text(files[text], megabytes, config.seed, Path(folder))
-            return Corpus(path, vocab_size)
-
-        def measure(group: Sequence[Case]) -> Iterator[dict[str, Any]]:
-            case = group[0]
-            if case.task == "first use":
-                figures = measure_first_use(group, Path(folder))
-            else:
-                log.info("%s, %s: candidates take turns", case.task, case.text)
-                found = corpus(case.text, case.vocab_size, getattr(case, "megabytes", None))
-                figures = measure_task(group, found)
-            for case, measured in zip(group, figures):
-                yield {**vars(case), **measured}
-
-        records = run_sweep(
-            config.output / "tokenizer_benchmark.jsonl",
-            tokenizer_groups(config),
-            measure,
-            code=code_version(__name__),
-            line=REPORT.line,
-            seed=config.seed,
-            packages=PEERS,
-            restart=config.restart,
-        )
-    return finish(REPORT, records, config.output)
+def measure_group(
+    group: Sequence[Case], config: TokenizerBenchmarkConfig, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Figures of the candidates of a task."""
+    case = group[0]
+    if case.task == "first use":
+        figures = measure_first_use(group)
+    else:
+        log.info("%s, %s: candidates take turns", case.task, case.text)
+        # without it, Hugging Face's tokenizers use one core
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        files = {Path(text).stem: text for text in (*config.texts, *config.large_files)}
+        megabytes = getattr(case, "megabytes", None)
+        found = corpus(files[case.text], case.vocab_size, megabytes, config.seed)
+        figures = measure_task(group, found)
+    for case, measured in zip(group, figures):
+        yield {**vars(case), **measured}
 
 
-def prepare_text(name: str, megabytes: int, seed: int, folder: Path) -> Path:
-    """Write the first `megabytes` of a text to a file named after it."""
-    path = folder / f"{Path(name).stem}.txt"
-    if path.exists():
-        return path
+@functools.lru_cache(maxsize=1)
+def corpus(name: str, vocab_size: int, megabytes: int | None, seed: int) -> Corpus:
+    """A whole text or its beginning; kept, since the tasks of a text follow one another."""
+    return Corpus(beginning(name, megabytes, seed) if megabytes else Path(name), vocab_size)
+
+
+@functools.cache
+def scratch() -> tempfile.TemporaryDirectory:
+    """A folder that is removed when the process ends."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def beginning(name: str, megabytes: int, seed: int) -> Path:
+    """Write the first `megabytes` of a text to a file."""
+    path = Path(scratch().name) / f"{Path(name).stem}-{megabytes}-{seed}.txt"
     log.info("writing %d MB of %s", megabytes, name)
     with open(path, "w", encoding="utf-8", newline="") as file:
         if name == "stories":
@@ -181,11 +167,12 @@ def prepare_text(name: str, megabytes: int, seed: int, folder: Path) -> Path:
     return path
 
 
-def measure_first_use(group: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
+def measure_first_use(group: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Seconds of the first use, with an empty cache of machine code and with a full one."""
     log.info("compiling the tokenizer from scratch, which takes half a minute")
-    for _ in group:
-        yield {"seconds": in_new_process(first_use, folder / "numba"), "samples": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in group:
+            yield {"seconds": in_new_process(first_use, Path(folder) / "numba"), "samples": 1}
 
 
 def measure_task(group: Sequence[Case], corpus: Corpus) -> Iterator[dict[str, Any]]:
@@ -213,3 +200,4 @@ REPORT = Report(
     by=("task",),
     rows=to_frame,
 )
+benchmark_tokenizer = Benchmark(REPORT, tokenizer_groups, measure_group, packages=PEERS)

@@ -132,8 +132,6 @@ def _static(output: NotebookNode, models: dict[str, Any]) -> list[NotebookNode]:
 def _shown_by(model_id: str | None, models: dict[str, Any], texts: list[str]) -> list[NotebookNode]:
     """Return the outputs that the widget shows, and append its texts to `texts`."""
     model = models.get(model_id)
-    # a box that a damaged file puts into itself is empty there
-    models = {key: each for key, each in models.items() if key != model_id}
     if model is None:
         return []
     state = model["state"]

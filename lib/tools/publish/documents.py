@@ -1,7 +1,7 @@
 """The workbook's documents and source files as pages of a report, as far as its pages link to them.
 
-README.md becomes `workbook/README.md.html`, a source file a page with numbered lines; records and
-pictures are copied.
+README.md becomes `workbook/README.md.html`, a source file a page with numbered lines; records are
+copied.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ import re
 import tempfile
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nbclient import NotebookClient
 from tqdm import tqdm
@@ -38,7 +38,6 @@ CALL = re.compile(
 )
 # ### Exercise 2 (core): learn the merges
 TIER = re.compile(r"^### (?:Exercise|Puzzle) \d+ \(([\w-]+)\)", re.MULTILINE)
-Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
 
 
 @settings
@@ -61,33 +60,10 @@ class ExercisesConfig:
         check(self, "csv", self.submissions or not self.csv, "left out without submissions")
 
 
-YOURS = ExercisesConfig()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of an exercise."""
-
-    notebook: str
-    exercise: str
-    tier: str
-    result: Result
-    verdict: str
-    """The text that its check printed."""
-
-
-def report_exercises(
-    config: ExercisesConfig = YOURS,
-    *,
-    folder: Path | None = None,
-    output: Path | None = None,
-) -> int:
+def report_exercises(config: ExercisesConfig) -> int:
     """Run notebooks, print which of their exercises are solved, and write that as JSON.
 
-    Args:
-        folder: where they are (default: the reader's copies in `work/` if there are any, or else
-            `notebooks/`).
-        output: the JSON file (default: `artifacts/local/exercises.json`).
+    They are the reader's copies in `work/` if there are any, or else those in `notebooks/`.
 
     Returns:
         The exit code, 0: an unsolved exercise is no error.
@@ -96,8 +72,8 @@ def report_exercises(
         ValueError: a file is no notebook; before any is run.
     """
     root = workspace()
-    folder = folder or next((f for f in (root / "work",) if f.is_dir()), ROOT / "notebooks")
-    output = output or root / "artifacts/local/exercises.json"
+    folder = root / "work" if (root / "work").is_dir() else ROOT / "notebooks"
+    output = root / "artifacts/local/exercises.json"
     answers = []
     paths = find_notebooks(config.notebooks, folder.parent, folder.name)
     for path in paths:
@@ -105,10 +81,9 @@ def report_exercises(
         read_notebook(path)
     for path in tqdm(paths, desc="notebooks", disable=None, leave=False, **bar_size()):
         answers += answers_in(path, config.seconds)
-    write_atomically(output, json.dumps([asdict(answer) for answer in answers], indent=1))
-    columns = ("notebook", "exercise", "tier", "result")
-    print(to_markdown([asdict(answer) for answer in answers], columns))
-    counts = Counter(answer.result for answer in answers)
+    write_atomically(output, json.dumps(answers, indent=1))
+    print(to_markdown(answers, ("notebook", "exercise", "tier", "result")))
+    counts = Counter(answer["result"] for answer in answers)
     print(", ".join(f"{count} {result}" for result, count in counts.items()) or "no exercises")
     print(output)
     return 0
@@ -131,11 +106,15 @@ class Check:
     """The word in the heading above it: warm-up, core, extra or open."""
 
 
-def answers_in(path: Path, seconds: float = 900) -> list[Answer]:
+def answers_in(path: Path, seconds: float = 900) -> list[dict[str, str]]:
     """Run the notebook at `path`; return what became of each of its exercises.
 
     Those are the ones of the lesson's own notebook of that name, and others that it may have. After
     `seconds` the kernel is ended.
+
+    Returns:
+        notebook, exercise, tier, result (passed, failed, not attempted, blocked, missing or
+        tampered) and verdict, the text that its check printed.
     """
     cells = read_notebook(path).cells
     checks = [check for number, cell in enumerate(cells) for check in checks_in(cell, number)]
@@ -161,8 +140,8 @@ def answers_in(path: Path, seconds: float = 900) -> list[Answer]:
             became = {"result": "blocked", "verdict": "its cell failed before the check"}
         else:
             became = {"result": "tampered", "verdict": "its check ran and gave no verdict"}
-        became = {"exercise": name, "tier": "", "verdict": ""} | became
-        answers.append(Answer(path.stem, **became | {"tier": wanted.tier or became["tier"]}))
+        about = {"notebook": path.stem, "exercise": name, "tier": "", "result": "", "verdict": ""}
+        answers.append(about | became | ({"tier": wanted.tier} if wanted.tier else {}))
     return answers
 
 

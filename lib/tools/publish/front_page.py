@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.documents import write_documents
 from lib.tools.publish.links import FILES, copy_into_report
 from lib.tools.publish.navigation import write_search
-from lib.tools.publish.pages import TEMPLATES, alt_text, local_date, page_note, short_title
+from lib.tools.publish.pages import TEMPLATES, alt_text, local_date, page_note, short_title, webp
 
 REPORT = "a report"
 # Links of the front page beside the notebooks.
@@ -32,7 +31,7 @@ GUIDES = {"readme": "README.md.html", "results": "artifacts/README.md.html"}
 MAP = "artifacts/map.svg"
 # Pixels, twice the size shown.
 THUMBNAIL = (416, 640)
-LABELS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
+LABELS = {"done": "✓ done", "failed": "✗ failed"}
 
 
 def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -> Path:
@@ -41,11 +40,10 @@ def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -
     The documents of the workbook at `root` that pages link to are written, too, and the search.
 
     Args:
-        names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
+        names: the notebooks to list, in order (`01_tokenizer`).
     """
-    found = published(report, names)
-    write_documents(report, root, found, also=GUIDES.values())
-    pages = [_page(report, name) for name in found]
+    write_documents(report, root, names, also=GUIDES.values())
+    pages = [_page(report, name) for name in names]
     guides = {name: f"{FILES}/{path}" for name, path in GUIDES.items()}
     guides = {name: path for name, path in guides.items() if (report / path).is_file()}
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
@@ -63,33 +61,11 @@ def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -
     return report / "index.html"
 
 
-def published(report: Path, names: Iterable[str], *, told: bool = False) -> list[str]:
-    """Return those of the notebooks `names` that are in `report`, page and notebook undamaged.
-
-    Args:
-        told: whether to print which ones are damaged.
-    """
-    found = []
-    for name in names:
-        page, notebook = (report / f"{name}{suffix}" for suffix in (".html", ".ipynb"))
-        try:
-            if page.exists() or notebook.exists():
-                _page(report, name)
-                page.read_bytes()
-                found.append(name)
-        # a file that anything may have been done to
-        except Exception as error:
-            again = f"make run NOTEBOOKS={name[:2]} writes it again"
-            if told:
-                print(f"{name} in {report} is damaged ({error!r:.200}); {again}", file=sys.stderr)
-    return found
-
-
 def _page(report: Path, name: str) -> dict[str, Any]:
     """Return what the front page shows of a notebook."""
     notebook = read_notebook(report / f"{name}.ipynb")
-    about = notebook.metadata.get("workbook", {})
-    status = about.get("status", "skipped")
+    about = notebook.metadata["workbook"]
+    status = about["status"]
     return {
         "name": name,
         "number": name.split("_")[0],
@@ -119,14 +95,9 @@ def _thumbnail(notebook: NotebookNode) -> dict[str, str] | None:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     for output in outputs:
         if png := output.get("data", {}).get("image/png"):
-            image, small = (
-                Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"),
-                io.BytesIO(),
-            )
+            image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
             image.thumbnail(THUMBNAIL)
-            image.save(small, "WEBP", quality=70)
-            data = base64.b64encode(small.getvalue()).decode()
-            return {"src": f"data:image/webp;base64,{data}", "alt": alt_text(output) or "a figure"}
+            return {"src": webp(image, quality=70), "alt": alt_text(output) or "a figure"}
     return None
 
 

@@ -19,9 +19,9 @@ import os
 import re
 import shutil
 import subprocess
-import tarfile
 import tempfile
 import time
+import zipfile
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +34,7 @@ from lib.core.files import ROOT, claim_folder, sha256_file
 from lib.core.hardware import output_of
 from lib.core.records import is_checkout
 from lib.core.settings import NonEmpty, PositiveFloat, check, require, settings
-from lib.tools.publish.cells import FIRST_CELL, TEMPLATES, read_notebook
+from lib.tools.publish.cells import FIRST_CELL, NAME, TEMPLATES, read_notebook
 from lib.tools.publish.execute import execute, insert_parameters
 from lib.tools.publish.plan import Job, find_notebooks, plan
 
@@ -45,7 +45,6 @@ trained on several GPUs. License: MIT; the file LICENSE holds its text."""
 # A placeholder for the name on Kaggle.
 NOBODY = "INSERT_USERNAME"
 RIGHT_USER = "the name in the address of your page on Kaggle, or empty"
-SLUG = r"[a-z0-9]+(-[a-z0-9]+)*"
 # The code, and of artifacts/ what notebooks show. Folders of single runs stay here.
 FILES = (
     *("LICENSE", "lib/**/*"),
@@ -83,17 +82,11 @@ class KaggleBuildConfig:
     user: str = ""
     """Your name on Kaggle; `kaggle push` can also fill it in."""
 
-    dataset: str = "training-workbook"
-    """The dataset's name in its address."""
-
     attention: bool = True
     """Add a kernel that times the attention kernels on each GPU and writes the record."""
 
     accelerator: str = "NvidiaTeslaT4"
     """Kaggle's name of the machine: this one has two T4 GPUs. Empty: no GPU."""
-
-    internet: bool = False
-    """Let the notebooks use the network."""
 
     verify: bool = True
     """Then run each notebook as Kaggle would, with small sizes: a minute each."""
@@ -103,8 +96,6 @@ class KaggleBuildConfig:
 
     def __post_init__(self) -> None:
         check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
-        is_slug = re.fullmatch(SLUG, self.dataset) and 6 <= len(self.dataset) <= 50
-        check(self, "dataset", bool(is_slug), "6 to 50 of a-z, 0-9 and single dashes in between")
 
 
 @settings
@@ -117,15 +108,11 @@ class KagglePushConfig:
     user: str = ""
     """Your name on Kaggle, unless `kaggle build` was given it."""
 
-    message: str = "Updated"
-    """The note of a new version of the dataset."""
-
     timeout: PositiveFloat = 900.0
     """Seconds to wait for Kaggle to prepare the dataset."""
 
     def __post_init__(self) -> None:
         check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
-        check(self, "message", bool(self.message), "a text")
 
 
 def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
@@ -147,15 +134,15 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
         commit = output_of([*GIT, str(root), "rev-parse", "HEAD"])
         write_dataset(output / "dataset", committed, commit)
         if config.attention:
-            jobs.append(Job(committed / ATTENTION, {}, ()))
+            jobs.append(Job(committed / ATTENTION))
         for job in jobs:
             write_kernel(output / "kernels" / job.name, job, config)
     if config.verify:
         for job in jobs:
             print(f"running {job.name} from the bundle", flush=True)
-            print(f"{job.name} runs: {run_kernel(output, job.name, config.dataset):.0f} s")
+            print(f"{job.name} runs: {run_kernel(output, job.name):.0f} s")
     # last, since `push` takes no bundle without it
-    describe_dataset(output / "dataset", config)
+    describe_dataset(output / "dataset", config.user)
     return output
 
 
@@ -165,14 +152,10 @@ def extract_commit(root: Path, folder: Path) -> None:
     for name in filter(None, changed.split("\0")):
         print(f"bundled as it is committed, without your changes: {name}", flush=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    command = [*GIT, str(root), "archive", "HEAD"]
+    command = [*GIT, str(root), "archive", "--format=zip", "HEAD"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True)
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        # links could lead anywhere
-        files = [member for member in archive if member.isreg()]
-        # Python 3.11 has no filters before 3.11.4, and needs none for these
-        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-        archive.extractall(folder, files)
+    # a link becomes a file that only names its target
+    zipfile.ZipFile(io.BytesIO(done.stdout)).extractall(folder)
 
 
 def write_dataset(folder: Path, committed: Path, commit: str | None) -> None:
@@ -195,13 +178,12 @@ def write_dataset(folder: Path, committed: Path, commit: str | None) -> None:
     _write_json(folder / "bundle.json", made | {"sha256": hashes})
 
 
-def describe_dataset(folder: Path, config: KaggleBuildConfig) -> None:
+def describe_dataset(folder: Path, user: str) -> None:
     """Write Kaggle's metadata of the dataset."""
-    address = f"{config.user or NOBODY}/{config.dataset}"
     # Kaggle has no name for MIT; "other" refers to the description
     about = {
         "title": TITLE,
-        "id": address,
+        "id": f"{user or NOBODY}/{NAME}",
         "licenses": [{"name": "other"}],
         "description": DESCRIPTION,
     }
@@ -219,15 +201,6 @@ def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
     if job.parameters:
         lines = (f"    {name} = {value!r}" for name, value in job.parameters.items())
         insert_parameters(content, "\n".join((SIZES, *lines)))
-    has_gpu = bool(config.accelerator)
-    # for uploading the file in the browser
-    content.metadata["kaggle"] = {
-        "accelerator": config.accelerator[:1].lower() + config.accelerator[1:] or "none",
-        "isGpuEnabled": has_gpu,
-        "isInternetEnabled": config.internet,
-        "language": "python",
-        "sourceType": "notebook",
-    }
     folder.mkdir(parents=True)
     nbformat.write(content, folder / f"{job.name}.ipynb")
     title = f"Workbook {job.name.replace('_', ' ')}"
@@ -239,11 +212,11 @@ def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
         "language": "python",
         "kernel_type": "notebook",
         "is_private": True,
-        "enable_gpu": has_gpu,
+        "enable_gpu": bool(config.accelerator),
         "enable_tpu": False,
-        "enable_internet": config.internet,
+        "enable_internet": False,
         "machine_shape": config.accelerator,
-        "dataset_sources": [f"{owner}/{config.dataset}"],
+        "dataset_sources": [f"{owner}/{NAME}"],
         "competition_sources": [],
         "kernel_sources": [],
         "model_sources": [],
@@ -256,7 +229,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def run_kernel(bundle: Path, kernel: str, dataset: str) -> float:
+def run_kernel(bundle: Path, kernel: str) -> float:
     """Run the notebook of `kernel` with small sizes, from a copy of the dataset; return seconds.
 
     Raises:
@@ -264,7 +237,7 @@ def run_kernel(bundle: Path, kernel: str, dataset: str) -> float:
     """
     with tempfile.TemporaryDirectory(prefix="kaggle-") as name:
         folder = Path(name)
-        shutil.copytree(bundle / "dataset", folder / "input" / dataset)
+        shutil.copytree(bundle / "dataset", folder / "input" / NAME)
         (folder / "working").mkdir()
         notebook = read_notebook(bundle / "kernels" / kernel / f"{kernel}.ipynb")
         for cell in notebook.cells:
@@ -301,7 +274,7 @@ def push(config: KagglePushConfig) -> None:
 
     address = json.loads(about.read_text(encoding="utf-8"))["id"]
     is_new = _status(address) is None
-    words = ["create"] if is_new else ["version", "-m", config.message]
+    words = ["create"] if is_new else ["version", "-m", "Updated"]
     _kaggle("datasets", *words, "-p", os.fspath(dataset), "--dir-mode", "zip")
     deadline = time.monotonic() + config.timeout
     while (status := _status(address)) != "ready":

@@ -17,7 +17,7 @@ FILES = "workbook"
 # Files that become pages; others are copied.
 PAGES = (".md", ".py", ".cu", ".cuh")
 # Links to those files in a page.
-TARGET = re.compile(rf'(?:href|src)="(?:\.\./)*{FILES}/([^"#?]+)')
+TARGET = re.compile(rf'href="(?:\.\./)*{FILES}/([^"#?]+)')
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Links:
             source /= "README.md"
         if not source.is_file() or not source.is_relative_to(root):
             return None
-        path = self.up + path_in_report(source, root)
+        path = f"{self.up}{FILES}/{source.relative_to(root).as_posix()}"
         if source.suffix in PAGES:
             path += ".html"
         # JupyterLab counts lines from 0, the page of a source file from 1
@@ -58,14 +58,9 @@ class Links:
         return parts._replace(path=path, fragment=fragment).geturl()
 
 
-def path_in_report(source: Path, root: Path) -> str:
-    """Return the path of a copy of the workbook's file `source` in the report."""
-    return f"{FILES}/{source.relative_to(root).as_posix()}"
-
-
 def copy_into_report(source: Path, root: Path, report: Path) -> str:
     """Copy a file of the workbook at `root` into `report`; return its path there."""
-    path = path_in_report(source, root)
+    path = f"{FILES}/{source.relative_to(root).as_posix()}"
     (report / path).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, report / path)
     return path

@@ -49,25 +49,17 @@ def write_page(
     source_folder: Path,
     titles: Mapping[str, str],
 ) -> None:
-    """Write the executed `notebook` as a web page to `path`; see `render_page`."""
-    page = render_page(notebook, path.stem, source_folder=source_folder, titles=titles)
-    write_atomically(path, page)
-
-
-def render_page(
-    notebook: NotebookNode, name: str, *, source_folder: Path, titles: Mapping[str, str]
-) -> str:
-    """Return the executed `notebook` as the web page called `name`.
+    """Write the executed `notebook` as a web page to `path`.
 
     Args:
-        notebook: its `metadata.workbook`, which `run_notebooks.publish` writes, gives the
+        notebook: its `metadata.workbook`, which `run_notebooks.keep` writes, gives the
             lines on top.
         source_folder: the notebook's folder in the workbook, for relative links and pictures.
         titles: name -> title of the report's pages in reading order; links to others are left out.
     """
     about = notebook.metadata.get("workbook", {})
     shown = static_widgets(notebook)
-    before, after = neighbors(name, titles)
+    before, after = neighbors(path.stem, titles)
 
     links = Links(source_folder, source_folder.parent, titles)
     exporter = _Exporter(
@@ -79,7 +71,7 @@ def render_page(
         up="",
         before=before,
         after=after,
-        doors=doors(name),
+        doors=doors(path.stem),
         extra=_extra(shown),
         note=page_note(about),
         error=about.get("error"),
@@ -90,7 +82,7 @@ def render_page(
     metadata = {"name": title_of(notebook), "path": str(source_folder)}
     page, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
     page = accessible(PLAIN_WORD.sub(r"\1", page))
-    return page.replace(CONTENTS_MARK, contents(exporter.headings), 1)
+    write_atomically(path, page.replace(CONTENTS_MARK, contents(exporter.headings), 1))
 
 
 def accessible(page: str) -> str:
@@ -107,9 +99,15 @@ def alt_text(output: NotebookNode) -> str:
 
 def _picture(output: NotebookNode) -> str:
     """Return a PNG of a notebook as the address of the same picture in a third of the bytes."""
-    png, small = base64.b64decode(output.data["image/png"]), io.BytesIO()
-    Image.open(io.BytesIO(png)).save(small, "WEBP", lossless=True, quality=30, method=1)
-    return f"data:image/webp;base64,{base64.b64encode(small.getvalue()).decode()}"
+    image = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"])))
+    return webp(image, lossless=True, quality=30, method=1)
+
+
+def webp(image: Image.Image, **options: Any) -> str:
+    """Return `image` as an address that holds it."""
+    file = io.BytesIO()
+    image.save(file, "WEBP", **options)
+    return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _extra(notebook: NotebookNode) -> str | None:
@@ -135,13 +133,9 @@ def page_note(about: Mapping[str, Any]) -> str:
     """Return time, device, date and parameters of a run in a line."""
     if "finished" not in about:
         return ""
-    parts = [local_date(about["finished"])]
-    if about["status"] != "skipped":
-        device = about.get("provenance", {}).get("device")
-        parts = [f"{about['seconds']:.1f} s", *([device] if device else []), *parts]
-    if about.get("parameters"):
-        parts.append(f"parameters: {about['parameters']}")
-    return " · ".join(parts)
+    parameters = about["parameters"] and f"parameters: {about['parameters']}"
+    device, date = about["provenance"]["device"], local_date(about["finished"])
+    return " · ".join(filter(None, (f"{about['seconds']:.1f} s", device, date, parameters)))
 
 
 def local_date(text: str) -> str:
@@ -153,14 +147,21 @@ class Renderer(IPythonRenderer):
     """Markdown as HTML: formulas as MathML, links within the report, headings with anchors."""
 
     def __init__(self, links: Links | None = None, **options: Any) -> None:
-        super().__init__(escape=False, anchor_link_text="#", **options)
+        super().__init__(escape=False, anchor_link_text="#", embed_images=True, **options)
         self.links = links
         # level, id and text of each
         self.headings: list[tuple[int, str, str]] = []
+        # formulas that cannot be converted, and why
+        self.errors: list[tuple[str, str]] = []
 
     def formula(self, tex: str, *, display: bool) -> str:
-        """Return a formula; a checker overrides this."""
-        formula = mathml(tex, display=display)
+        """Return a formula as MathML, or its source, marked, if it cannot be converted."""
+        try:
+            formula = mathml(tex, display=display)
+        except math_core.LatexError as error:
+            reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[0]
+            self.errors.append((tex, reason.removeprefix("Error: ")))
+            formula = f'<code title="no MathML for this formula">{html.escape(tex)}</code>'
         if display:
             return f'<div class="scroll formula" tabindex="0">{formula}</div>'
         is_long = len(tex) > LONG_FORMULA
@@ -193,12 +194,8 @@ class Renderer(IPythonRenderer):
         return f'{text} <span title="{again}">(not in this report)</span>' if again else text
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
-        if self.links and not self.embed_images:
-            # a picture from elsewhere would ask the network
-            if "://" in url:
-                return text
-            url = self.links.resolve(url) or url
-        return super().image(text, url, title)
+        # a picture from elsewhere would ask the network
+        return text if "://" in url else super().image(text, url, title)
 
     def _src_to_base64(self, src: str) -> str | None:
         # nbconvert's takes nothing from above the notebook's folder; the limit is the workbook
@@ -241,7 +238,6 @@ class _Exporter(HTMLExporter):
         renderer = Renderer(
             self.links,
             attachments=context.get("cell", {}).get("attachments", {}),
-            embed_images=True,
             path=str(self.links.source),
         )
         rendered = MarkdownWithMath(renderer=renderer).render(source)
@@ -250,31 +246,13 @@ class _Exporter(HTMLExporter):
 
 
 def mathml(tex: str, *, display: bool = False) -> str:
-    """Return the formula `tex` as MathML, or its source, marked, if it cannot be converted."""
-    try:
-        return strict_mathml(tex, display=display)
-    except math_core.LatexError:
-        return f'<code title="no MathML for this formula">{html.escape(tex)}</code>'
-
-
-def strict_mathml(tex: str, *, display: bool = False) -> str:
     """Return the formula `tex` as MathML; math_core.LatexError says why if that cannot be."""
     formula = math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
     return PRIMED.sub(r"<mrow>\1</mrow>", formula)
 
 
 def mathml_errors(markdown: str) -> list[tuple[str, str]]:
-    """Return the formulas in a Markdown cell that `mathml` cannot convert, each with the reason."""
-    errors = []
-
-    class Checker(Renderer):
-        def formula(self, tex: str, *, display: bool) -> str:
-            try:
-                return strict_mathml(tex, display=display)
-            except math_core.LatexError as error:
-                reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[0]
-                errors.append((tex, reason.removeprefix("Error: ")))
-            return ""
-
-    MarkdownWithMath(renderer=Checker()).render(markdown)
-    return errors
+    """Return the formulas in a Markdown cell that have no MathML, each with the reason."""
+    renderer = Renderer()
+    MarkdownWithMath(renderer=renderer).render(markdown)
+    return renderer.errors

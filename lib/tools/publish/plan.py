@@ -1,13 +1,12 @@
-"""Which notebooks are run, with which parameters, and which of them need or exclude others."""
+"""Which notebooks are run, with which parameters, and which of them run alone."""
 
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ class NotebooksConfig:
 
     notebooks: tuple[str, ...] = ()
     """Numbers (`01`) or names (`01_tokenizer`); none = all."""
-
-
-ALL = NotebooksConfig()
 
 
 def find_notebooks(selection: Sequence[str], root: Path, name: str = "notebooks") -> list[Path]:
@@ -56,10 +52,7 @@ class Job:
     """One notebook to run."""
 
     source: Path
-    parameters: dict[str, Any]
-
-    needs: tuple[str, ...]
-    """Names of the notebooks whose results it reads."""
+    parameters: dict[str, Any] = field(default_factory=dict)
 
     runs_alone: bool = False
     """Whether no other notebook may run beside it, because its numbers are timings."""
@@ -83,7 +76,6 @@ def plan(notebooks: Sequence[Path], parameters: str | os.PathLike | None, root: 
         Job(
             path,
             sections.get(path.stem, {}),
-            _needed_by(path, list(known)),
             bool(re.search(r"^# runs alone\b", _parameters_cell(path), re.MULTILINE)),
         )
         for path in notebooks
@@ -102,70 +94,26 @@ def read_parameters(name: str | os.PathLike, root: Path) -> dict[str, dict[str, 
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """YAML's own takes the last of two equal names."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-            names = [key.value for key, _ in node.value]
-            twice = sorted({str(name) for name in names if names.count(name) > 1})
-            require(not twice, f"each name must be there once, got twice: {', '.join(twice)}")
-            return super().construct_mapping(node, deep=deep)
-
     folder = root / "notebooks/parameters"
     path = Path(name) if str(name).endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
         names = sorted(file.stem for file in folder.glob("*.yaml"))
         raise ValueError(f"no parameter file is called {str(name)!r}; {_known(names)}")
     try:
-        sections = yaml.load(path.read_text(encoding="utf-8-sig"), Loader) or {}
+        sections = yaml.safe_load(path.read_text(encoding="utf-8-sig")) or {}
         require(isinstance(sections, dict), "must map notebook names to parameters")
         for section, values in sections.items():
             right = f"{section} must be a mapping of parameters, got {values!r}"
             require(isinstance(values, dict), right)
-            for key, value in values.items():
-                require(isinstance(key, str), f"{section} must have names in quotes, got {key!r}")
-                right = "text (in quotes), a finite number, true, false, null, a list or a mapping"
-                require(_is_json(value), f"{section}.{key} must be {right}, got {value!r}")
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return sections
 
 
-def _is_json(value: Any) -> bool:
-    """Whether JSON has `value`: of what YAML has, all but dates, sets, bytes, NaN and infinity."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def parameter_names(notebook: Path) -> set[str]:
-    """Return the names that the notebook's cell tagged `parameters` assigns.
-
-    Raises:
-        ValueError: that cell is not Python.
-    """
-    try:
-        nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
-    except (SyntaxError, ValueError) as error:
-        reason = f"its cell tagged `parameters` must be Python: {error}"
-        raise ValueError(f"{notebook}: {reason}") from error
+    """Return the names that the notebook's cell tagged `parameters` assigns."""
+    nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the notebooks that a line `# needs: 01, 02` in the parameters cell lists."""
-    found = re.search(r"^# needs: *(.+)$", _parameters_cell(notebook), re.MULTILINE)
-    needed = []
-    for wanted in re.findall(r"\w+", found[1]) if found else []:
-        matches = [name for name in names if wanted in (name, name[:2])]
-        # a lower number only, so that no two can wait for each other
-        if not matches or matches[0] >= notebook.stem:
-            earlier = [name for name in names if name < notebook.stem]
-            raise ValueError(f"{notebook.name}: needs {wanted!r}; earlier ones: {_known(earlier)}")
-        needed += matches
-    return tuple(needed)
 
 
 def _parameters_cell(notebook: Path) -> str:

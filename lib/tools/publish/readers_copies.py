@@ -34,15 +34,7 @@ class CopyConfig:
     """Leave out the folded solutions, as for a class; hints stay."""
 
 
-COPIES = CopyConfig()
-
-
-def copy_notebooks(config: CopyConfig) -> int:
-    """Make or update the copies of this workbook's notebooks; return 0."""
-    return update_copies(ROOT, config)
-
-
-def update_copies(root: Path = ROOT, config: CopyConfig = COPIES) -> int:
+def copy_notebooks(config: CopyConfig, *, root: Path = ROOT) -> int:
     """Make or update the copy of each notebook in `work/`, and print what was done; return 0.
 
     A copy as it was given is replaced by a new version of its notebook. One with anything of the
@@ -56,11 +48,7 @@ def update_copies(root: Path = ROOT, config: CopyConfig = COPIES) -> int:
     made = 0
     for source in find_notebooks((), root):
         copy, beside = work / source.name, work / f"{source.stem}{NEW}.ipynb"
-        try:
-            fresh = _fresh(source, config.without_solutions)
-        except ValueError as error:
-            print(f"notebooks/{source.name}: is not copied ({error})")
-            continue
+        fresh = _fresh(source, config.without_solutions)
         # versions as the workbook made them, which may be replaced
         ours = {given.get(source.stem), _sha256(fresh)}
         # also a link that leads nowhere: only then is there nothing to lose
@@ -71,18 +59,16 @@ def update_copies(root: Path = ROOT, config: CopyConfig = COPIES) -> int:
         elif _is_one_of(copy, ours):
             target = copy
             if copy.read_bytes() != fresh:
-                print(
-                    f"{work.name}/{copy.name}: replaced by the new version; you had not changed it"
-                )
+                said = "replaced by the new version; you had not changed it"
+                print(f"{work.name}/{copy.name}: {said}")
         elif beside.exists() and not _is_one_of(beside, ours):
             name = f"{work.name}/{beside.name}"
             print(f"{name}: has your changes, too; rename it to get the newest version")
             continue
         else:
             target = beside
-            print(
-                f"{work.name}/{copy.name}: stays as you left it; the new version is {beside.name}"
-            )
+            said = f"stays as you left it; the new version is {beside.name}"
+            print(f"{work.name}/{copy.name}: {said}")
         write_atomically(target, fresh)
         given[source.stem] = _sha256(fresh)
         write_atomically(work / RECORD, json.dumps(given, indent=1))
@@ -92,22 +78,15 @@ def update_copies(root: Path = ROOT, config: CopyConfig = COPIES) -> int:
 
 
 def _read_record(path: Path) -> dict[str, str]:
-    """Return notebook -> SHA-256 of the version last given; empty if the record is damaged."""
-    if not path.exists():
-        return {}
+    """Return notebook -> SHA-256 of the version last given; if none is known, copies stay."""
     try:
-        given = json.loads(path.read_bytes())
-        if all(isinstance(version, str) for version in given.values()):
-            return given
-    except (OSError, ValueError, AttributeError, RecursionError):
-        pass
-    name = f"{path.parent.name}/{path.name}"
-    print(f"{name} is damaged: where a copy differs from its notebook, yours stays")
-    return {}
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def _fresh(path: Path, without_solutions: bool) -> bytes:
-    """Return the notebook at `path` as it is before anything has run; raise ValueError if none."""
+    """Return the notebook at `path` as it is before anything has run."""
     notebook = read_notebook(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":

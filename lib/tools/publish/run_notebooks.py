@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import contextlib
-import dataclasses
 import os
 import re
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from tqdm import tqdm
 
-from lib.core.files import ROOT, claim_folder, lock_folder, write_together
+from lib.core.files import ROOT, claim_folder, lock_folder
 from lib.core.hardware import available_cpus, output_of
 from lib.core.records import provenance
 from lib.core.settings import PositiveInt, require, settings
@@ -35,11 +33,11 @@ from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import clean, read_notebook, save_notebook, static_widgets
 from lib.tools.publish.execute import execute, insert_parameters, kill
-from lib.tools.publish.plan import ALL, Job, NotebooksConfig, find_notebooks, plan
+from lib.tools.publish.plan import Job, NotebooksConfig, find_notebooks, plan
 
-Ended = Generator[tuple["Job", "Result", NotebookNode | None], None, None]
+Ended = Generator[tuple["Job", "Result", NotebookNode], None, None]
 THREADS = "OMP_NUM_THREADS"
-MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
+MARKS = {"done": "✓", "failed": "✗"}
 BAR = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}<{remaining}"
 
 
@@ -64,10 +62,9 @@ class RunConfig:
 def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
     """Run notebooks in parallel and write them as web pages with a front page.
 
-    A notebook whose parameters cell says `# needs: 01` runs after 01 if both are run, and is
-    skipped if 01 failed; all others go on. One that says `# runs alone` runs beside no other. Pages
-    of notebooks that are not run stay. A file of parameters maps a notebook's name to a mapping of
-    its parameters.
+    If one fails, the others go on. One whose parameters cell says `# runs alone` runs beside no
+    other. Pages of notebooks that are not run stay. A file of parameters maps a notebook's name to
+    a mapping of its parameters.
 
     Returns:
         The exit code: 0, or 1 if a notebook failed.
@@ -80,63 +77,58 @@ def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
 
     default = (workspace(root) / "artifacts/report").resolve()
     report = (config.report or default).resolve()
-    every = find_notebooks((), root)
     jobs = plan(find_notebooks(config.notebooks, root), config.parameters, root)
+    names = [path.stem for path in find_notebooks((), root)]
     is_work = report == (root / "work").resolve()
     require(not is_work, "report must be elsewhere than work/, which has your copies")
     claim_folder(report, REPORT, setting="report", is_ours=report == default)
+    cores = available_cpus()
+    workers = config.workers or min(cores, max(2, cores // 2))
     # two runs at a time would remove each other's notebooks
     with lock_folder(report):
-        return _run_into(report, jobs, every, config, root)
-
-
-def _run_into(
-    report: Path, jobs: Sequence[Job], every: Sequence[Path], config: RunConfig, root: Path
-) -> int:
-    """Run `jobs` and write their pages among those of `every` notebook; return the exit code."""
-    from lib.tools.publish.front_page import published, write_front_page
-    from lib.tools.publish.pages import short_title, write_page
-
-    names, chosen = [path.stem for path in every], {job.name for job in jobs}
-    before = published(report, names, told=True)
-    pages = {path.stem: path for path in every if path.stem in chosen or path.stem in before}
-    titles = {name: short_title(read_notebook(path), name) for name, path in pages.items()}
-    cores = available_cpus()
-    run = Run(report, config.parameters or "", titles)
-    try:
-        results = run_all(jobs, run, config.workers or min(cores, max(2, cores // 2)))
-        # pages of earlier runs may link to the new ones now
-        for name in set(before) - chosen if chosen - set(before) else ():
-            executed, folder = read_notebook(report / f"{name}.ipynb"), pages[name].parent
-            write_page(executed, report / f"{name}.html", source_folder=folder, titles=titles)
-    finally:
-        # interrupted before the first page, a run leaves none at all
-        if published(report, names):
-            write_front_page(report, names, root=root)
+        try:
+            results = run_all(jobs, report, config.parameters or "", workers)
+        finally:
+            # also of a run that was interrupted
+            is_whole = write_pages(report, names, {job.name for job in jobs}, root)
     for result in results:
         if result.traceback:
             print(f"\n{result.name} failed:\n{_plain(result.traceback)}", file=sys.stderr)
     print(f"\nReport: {report / 'index.html'}")
-    return int(any(result.status != "done" for result in results))
+    return int(not is_whole or any(result.status != "done" for result in results))
 
 
-@dataclass(frozen=True)
-class Run:
-    """Settings shared by all notebooks of a run."""
+def write_pages(report: Path, names: Sequence[str], ran: Set[str], root: Path) -> bool:
+    """Write the pages of the notebooks `ran`, and the front page over all of `names` in `report`.
 
-    report: Path
-    """Folder for the executed notebooks and their pages."""
+    Where a page is new, all are written, since they link to one another. Returns whether each could
+    be written.
+    """
+    from lib.tools.publish.front_page import write_front_page
+    from lib.tools.publish.pages import short_title, write_page
 
-    parameters: str
-    """Name of the parameter file, for the pages."""
-
-    titles: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name -> title of each page that the report will have, in reading order."""
+    names = [name for name in names if (report / f"{name}.ipynb").exists()]
+    found = {name: read_notebook(report / f"{name}.ipynb") for name in names}
+    titles = {name: short_title(notebook, name) for name, notebook in found.items()}
+    is_new = any(not (report / f"{name}.html").exists() for name in names)
+    broken = set()
+    for name in names if is_new else ran & {*names}:
+        page = report / f"{name}.html"
+        try:
+            write_page(found[name], page, source_folder=root / "notebooks", titles=titles)
+        except Exception as error:
+            traceback.print_exc()
+            text = f"its page cannot be written: {type(error).__name__}: {error}"
+            print(f"{name}: {text}", file=sys.stderr)
+            broken.add(name)
+    if names:
+        write_front_page(report, [name for name in names if name not in broken], root=root)
+    return not broken
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a notebook ended; `status` is done, failed or skipped."""
+    """How a notebook ended; `status` is done or failed."""
 
     name: str
     status: str
@@ -147,77 +139,45 @@ class Result:
     """The id of the cell that failed."""
 
 
-def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
-    """Run jobs, `workers` at a time, publish each, and print how it ended."""
+def run_all(jobs: Sequence[Job], report: Path, parameters: str, workers: int) -> list[Result]:
+    """Run jobs, `workers` at a time, keep each in `report`, and print how it ended."""
     results: dict[str, Result] = {}
-    with (
-        contextlib.closing(executed(jobs, workers)) as ended,
-        futures.ThreadPoolExecutor(1) as writer,
-    ):
-        # Ctrl-C while its thread starts would keep the pool from waiting for it
-        writer.submit(int).result()
+    with contextlib.closing(executed(jobs, workers)) as ended:
         for job, result, notebook in ended:
-            if notebook is not None:
-                # in a thread, since Ctrl-C ends none: what is being written is finished
-                result = writer.submit(_published, result, notebook, job, run).result()
+            keep(result, notebook, job, report, parameters)
             results[job.name] = result
-            _print_result(result)
+            note = f"  {result.error}" if result.error else ""
+            tqdm.write(f"  {MARKS[result.status]} {result.name:<24} {result.seconds:6.1f} s{note}")
+            sys.stdout.flush()
     return [results[job.name] for job in jobs]
 
 
 def executed(jobs: Sequence[Job], workers: int) -> Ended:
     """Yield each job with how it ended and its notebook, as soon as its cells have run.
 
-    The notebook is None if a fault of this program kept its cells from running.
-
-    A thread for each, since their kernels do the work. Those that run alone, or need one that does,
-    come last and one at a time.
+    A thread for each, since their kernels do the work. Those that run alone come last.
     """
-    alone: set[str] = set()
-    for job in jobs:
-        if job.runs_alone or alone.intersection(job.needs):
-            alone.add(job.name)
-    # who needs no other comes first: waiting would keep a worker from its work
-    shared = sorted((job for job in jobs if job.name not in alone), key=lambda job: bool(job.needs))
-    workers = max(1, min(workers, len(shared)))
-    running: dict[str, futures.Future[tuple[Result, NotebookNode | None]]] = {}
+    shared = [job for job in jobs if not job.runs_alone]
+    alone = [job for job in jobs if job.runs_alone]
     clients: set[NotebookClient] = set()
-
-    def run_in_turn(job: Job) -> tuple[Result, NotebookNode | None]:
-        if job.name in alone:
-            for other in shared:
-                running[other.name].result()
-        for name in job.needs:
-            if name in running and running[name].result()[0].status != "done":
-                result = Result(job.name, "skipped", error=f"needs {name}, which failed")
-                return result, read_notebook(job.source)
+    for group, most in ((shared, workers), (alone, 1)):
+        size = max(1, min(most, len(group)))
         # more threads than cores slow all of them down
-        is_shared = workers > 1 and job.name not in alone
-        threads = max(1, available_cpus() // workers) if is_shared else None
-        try:
-            return run_cells(job, threads, clients)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            return Result(job.name, "failed", 0.0, text, traceback.format_exc()), None
-
-    with futures.ThreadPoolExecutor(workers) as pool, futures.ThreadPoolExecutor(1) as last:
-        for job in (*shared, *(job for job in jobs if job.name in alone)):
-            executor = last if job.name in alone else pool
-            running[job.name] = executor.submit(run_in_turn, job)
-        waiting = {running[job.name]: job for job in jobs}
-        try:
-            while waiting:
-                # on Windows, Ctrl-C ends no wait without a limit
-                for future in futures.wait(waiting, 0.5, futures.FIRST_COMPLETED).done:
-                    yield waiting.pop(future), *future.result()
-        finally:
-            for executor in (pool, last):
-                executor.shutdown(wait=False, cancel_futures=True)
-            # some may only be starting their kernel
-            while any(future.running() for future in waiting):
-                for client in list(clients):
-                    kill(client)
-                time.sleep(0.1)
+        threads = max(1, available_cpus() // size) if size > 1 else None
+        with futures.ThreadPoolExecutor(size) as pool:
+            waiting = {pool.submit(run_cells, job, threads, clients): job for job in group}
+            try:
+                while waiting:
+                    # on Windows, Ctrl-C ends no wait without a limit
+                    for future in futures.wait(waiting, 0.5, futures.FIRST_COMPLETED).done:
+                        yield waiting.pop(future), *future.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                # some may only be starting their kernel
+                while any(future.running() for future in waiting):
+                    for client in list(clients):
+                        kill(client)
+                    time.sleep(0.1)
 
 
 def run_cells(
@@ -267,43 +227,33 @@ def _error(cell: NotebookNode) -> tuple[NotebookNode, NotebookNode] | None:
     return next(((cell, output) for output in outputs if output.output_type == "error"), None)
 
 
-def _published(result: Result, notebook: NotebookNode, job: Job, run: Run) -> Result:
-    """`publish`; if that fails, so has the notebook, and its page is that of `job.source`."""
-    for content in (notebook, read_notebook(job.source)):
-        try:
-            publish(result, content, job, run)
-            return result
-        except Exception as error:
-            text = f"its page cannot be written: {type(error).__name__}: {error}"
-            text = "; ".join(filter(None, (result.error, text)))
-            lines = traceback.format_exc()
-            result = dataclasses.replace(result, status="failed", error=text, traceback=lines)
-    return result
+def keep(
+    result: Result, notebook: NotebookNode, job: Job, report: Path, parameters: str = ""
+) -> None:
+    """Write `notebook` into `report` with a note of how it ended, and the records that it shows.
 
-
-def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
-    """Write the notebook `content` with a note of how it ended, and its page: both or none."""
+    Args:
+        parameters: the name of the file that they are from, for the page.
+    """
     from lib.tools.publish.links import copy_into_report
-    from lib.tools.publish.pages import render_page
 
-    root, target = job.source.parent.parent, run.report / f"{job.name}.ipynb"
-    records = [copy_into_report(path, root, run.report) for path in _records_of(content, root)]
+    root = job.source.parent.parent
+    records = [copy_into_report(path, root, report) for path in _records_of(notebook, root)]
     gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
     counts = Counter(gpus.splitlines() if gpus else ())
     # from NVIDIA's driver: asking torch would occupy their memory
     device = {"device": ", ".join(f"{n} × {name}" for name, n in counts.items())} if gpus else {}
-    content.metadata["workbook"] = {
+    notebook.metadata["workbook"] = {
         "status": result.status,
         "seconds": round(result.seconds, 3),
         "error": result.error,
         "cell": result.cell,
-        "parameters": run.parameters,
-        "finished": _now(),
+        "parameters": parameters,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "provenance": provenance(config=job.parameters) | device,
         "records": records,
     }
-    page = render_page(content, job.name, source_folder=job.source.parent, titles=run.titles)
-    write_together({target.with_suffix(".html"): page, target: nbformat.writes(content) + "\n"})
+    save_notebook(report / job.source.name, notebook)
 
 
 def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
@@ -314,22 +264,12 @@ def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
     return [path for path in files if path.suffix in (".csv", ".jsonl") and path.stem in words]
 
 
-def _print_result(result: Result) -> None:
-    note = f"  {result.error}" if result.error else ""
-    tqdm.write(f"  {MARKS[result.status]} {result.name:<24} {result.seconds:6.1f} s{note}")
-    sys.stdout.flush()
-
-
 def _plain(text: str) -> str:
     """Return `text` without terminal colors where nobody sees them."""
     return text if sys.stderr.isatty() else re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def refresh_notebooks(config: NotebooksConfig = ALL, *, root: Path = ROOT) -> int:
+def refresh_notebooks(config: NotebooksConfig, *, root: Path = ROOT) -> int:
     """Run notebooks one after another and store their outputs in them, as they are committed.
 
     Returns the exit code; a notebook that fails, or that says what its outputs do not show

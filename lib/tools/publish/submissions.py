@@ -10,10 +10,8 @@ know, run all this in a container.
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
 import hashlib
-import io
 import json
 import os
 import re
@@ -130,11 +128,9 @@ def grade_submissions(config: ExercisesConfig, *, root: Path = ROOT) -> int:
             text = f"{row['student']}, {row['notebook']}: {row['exercise']} is {row['result']}"
             print(": ".join(filter(None, (text, row["verdict"]))))
     if config.csv:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomically(config.csv, text.getvalue())
+        import pandas as pd
+
+        write_atomically(config.csv, pd.DataFrame(rows).to_csv(index=False))
         print(config.csv)
     return 0
 

@@ -1,7 +1,9 @@
-"""Functions that cells of the lesson define."""
+"""Functions that cells of the lesson define, and the orders of all stages."""
 
 import json
 from pathlib import Path
+
+from lib.lessons.mesh.exercises import gpipe, one_f_one_b
 
 NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
 
@@ -14,3 +16,11 @@ def functions_of(name, names):
                 exec(source, names := dict(names))
                 return names
     raise LookupError(name)
+
+
+def gpipe_orders(ranks, micro_batches):
+    return [gpipe(micro_batches) for _ in range(ranks)]
+
+
+def one_f_one_b_orders(ranks, micro_batches):
+    return [one_f_one_b.solve(rank, ranks, micro_batches) for rank in range(ranks)]

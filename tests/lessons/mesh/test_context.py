@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from matplotlib import pyplot as plt
 
 from lib.lessons.mesh import context
 from lib.lessons.mesh.context import attend, merge, ring_attention, zigzag, zigzag_ring
@@ -53,16 +52,6 @@ def test_a_ring_equals_one_process_and_rounds_at_most_twice_as_much_as_pytorch(
     assert (off["ring"] <= 2 * off["PyTorch"]).all()
 
 
-@pytest.mark.parametrize("scale", [2.0, 3.0, 8.0])
-@pytest.mark.parametrize("ranks", [4, 16])
-def test_a_ring_rounds_at_most_twice_as_much_as_pytorch_however_large_the_scores(ranks, scale):
-    shares = some_shares("consecutive", 96, ranks)
-    off = context.rounding_errors(
-        ring_attention, cell_of("ring_backward"), shares, scale=scale, draws=5
-    )
-    assert (off["ring"] <= 2 * off["PyTorch"]).all()
-
-
 def test_weights_by_way_of_the_merged_log_sum_exp_round_more_where_scores_are_large(monkeypatch):
     def by_total(out, lse, new_out, new_lse):
         total = torch.logaddexp(lse, new_lse)
@@ -96,8 +85,7 @@ def test_a_ring_that_computes_visible_halves_is_ring_attention(ranks, chunk):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize(("ranks", "chunk"), [(1, 5), (3, 1), (8, 5)])
 def test_zigzag_gives_all_ranks_the_same_work_in_every_step(ranks, chunk):
     shares = zigzag(2 * ranks * chunk, ranks)
     assert sorted(torch.cat(shares).tolist()) == list(range(2 * ranks * chunk))
@@ -130,21 +118,10 @@ def test_a_query_that_sees_no_key_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(merge(*seen, out, lse), seen))
 
 
-def test_a_rank_of_one_keeps_what_it_would_exchange():
-    part = torch.ones(3, 2)
-    (received,) = run_on_threads(lambda ranks: context.all_to_all([part], ranks), 1)
-    assert len(received) == 1
-    assert received[0] is part
-
-
-def test_a_figure_has_a_box_for_each_step_that_computes(monkeypatch):
-    monkeypatch.setattr(plt, "show", lambda: None)
+def test_a_figure_has_a_box_for_each_step_that_computes(drawn):
     show_work({"consecutive": [[3, 3], [0, 4]], "zigzag": [[3, 3], [2, 2]]})
-    above, below = plt.gcf().axes
-    boxes = [
+    ends = [
         [path.get_extents().x1 for lane in axes.collections for path in lane.get_paths()]
-        for axes in (above, below)
+        for axes in drawn[0].axes
     ]
-    assert boxes == [pytest.approx([0.6, 0.6, 0.6, 1.4]), pytest.approx([0.6, 1.0, 0.6, 1.0])]
-    assert "consecutive: the busiest rank has 1.40 equal shares" in above.get_title("left")
-    plt.close()
+    assert ends == [pytest.approx([0.6, 0.6, 0.6, 1.4]), pytest.approx([0.6, 1.0, 0.6, 1.0])]

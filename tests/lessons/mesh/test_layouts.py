@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from lib.lessons.mesh import layouts as module
-from lib.lessons.mesh.exercises import one_f_one_b_orders
 from lib.lessons.mesh.layouts import (
     MACHINES,
     MODELS,
@@ -14,14 +13,13 @@ from lib.lessons.mesh.layouts import (
     fastest,
     fits,
     layouts,
-    micro_batch_counts,
 )
 from lib.lessons.mesh.schedules import play
 from lib.model.config import model_preset
 from lib.model.costs import flops_by_part, flops_per_token
 from lib.profiling.collectives import Link
 from lib.profiling.memory_formula import RESERVED_BYTES, rank_memory
-from tests.lessons.mesh.cells import functions_of
+from tests.lessons.mesh.cells import functions_of, one_f_one_b_orders
 
 ONE_HOST, FAST, SLOW = MACHINES.values()
 XL, SEQUENCES = MODELS["xl"]
@@ -118,14 +116,6 @@ def test_a_group_inside_a_host_has_its_link_and_groups_that_leave_it_share_the_n
     assert SLOW.link(size=64, stride=1) == Link(slow.latency_us, slow.bandwidth_gbs)
 
 
-def test_dividing_what_is_sent_most_keeps_messages_inside_a_host():
-    inside, across = (
-        cost(XL, FAST, layout, 64).parts["tensor"]
-        for layout in (Layout(dp=8, tp=8), Layout(dp=4, tp=16))
-    )
-    assert across > 2 * inside
-
-
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
@@ -146,16 +136,7 @@ def test_the_fastest_layout_fits_and_no_other_that_fits_is_faster():
     others = [one for one in layouts(XL, FAST, 64) if fits(XL, FAST, one, 64)]
     assert len(others) > 100
     assert all(cost(XL, FAST, one, 64).step_s >= least for one in others)
-
-
-def test_nothing_is_fastest_where_nothing_fits():
-    small = dataclasses.replace(ONE_HOST, card_gb=4.0)
-    assert fastest(MODELS["8b"][0], small, 64) is None
-
-
-def test_micro_batches_are_powers_of_two_up_to_one_sequence_each():
-    assert micro_batch_counts(64, 8) == [1, 2, 4, 8]
-    assert micro_batch_counts(4, 8) == micro_batch_counts(4, 0) == []
+    assert fastest(MODELS["8b"][0], dataclasses.replace(ONE_HOST, card_gb=4.0), 64) is None
 
 
 @pytest.mark.parametrize("larger", [1, 2, 4, 8])

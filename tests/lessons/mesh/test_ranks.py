@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.lessons.mesh.exercises import gpipe_orders, one_f_one_b_orders, run_stage
+from lib.lessons.mesh.exercises import run_stage
 from lib.lessons.mesh.ranks import run_on_ranks, with_sends_that_wait
 from lib.lessons.mesh.toys import Stage, gradients_alone
 from lib.lessons.ranks import Processes, run_on_processes
+from tests.lessons.mesh.cells import gpipe_orders, one_f_one_b_orders
 
 P, M = 2, 3
 

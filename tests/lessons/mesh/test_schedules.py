@@ -3,13 +3,9 @@
 import pytest
 
 from lib.lessons.exercise import edited, verdict
-from lib.lessons.mesh.exercises import (
-    gpipe_orders,
-    interleaved,
-    one_chunk_after_another,
-    one_f_one_b_orders,
-)
+from lib.lessons.mesh.exercises import interleaved, one_chunk_after_another
 from lib.lessons.mesh.schedules import most_held, play
+from tests.lessons.mesh.cells import gpipe_orders, one_f_one_b_orders
 
 SIZES = [(2, 1), (2, 5), (3, 2), (4, 8), (8, 3)]
 
@@ -21,7 +17,7 @@ def played(orders, micro_batches, **times):
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("make", [gpipe_orders, one_f_one_b_orders])
-@pytest.mark.parametrize(("forward", "backward"), [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0)])
+@pytest.mark.parametrize(("forward", "backward"), [(1.0, 2.0), (3.0, 1.0)])
 def test_a_step_has_the_bubble_of_the_formula(make, p, m, forward, backward):
     step = played(make(p, m), m, forward_ms=forward, backward_ms=backward)
     assert step.fault == "nothing"
@@ -36,11 +32,11 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_those_on_their_way_back(p, m):
     assert [most_held(events) for events in orders] == [min(m, p - stage) for stage in range(p)]
 
 
-GRID = [(2, 1), (2, 8), (3, 7), (4, 8), (4, 64), (8, 4), (8, 64), (16, 32)]
+GRID = [(2, 1), (3, 7), (4, 64), (8, 4), (16, 32)]
 
 
 @pytest.mark.parametrize(("p", "m"), GRID)
-@pytest.mark.parametrize("message", [0.1, 0.3, 1.0, 3.0, 5.0])
+@pytest.mark.parametrize("message", [0.3, 1.0, 3.0])
 def test_1f1b_waits_for_messages_in_each_micro_batch_and_gpipe_hides_short_ones(p, m, message):
     plain, hops = 3.0 * (m + p - 1), 2 * (p - 1)
     took = played(one_f_one_b_orders(p, m), m, message_ms=message).ms
@@ -51,21 +47,6 @@ def test_1f1b_waits_for_messages_in_each_micro_batch_and_gpipe_hides_short_ones(
     # one is sent after another, so those longer than a pass add up
     longer = (m - 1) * (max(0, message - 1) + max(0, message - 2))
     assert by_gpipe == pytest.approx(plain + hops * message + longer)
-
-
-def test_twice_as_many_micro_batches_under_way_hide_messages_and_need_twice_the_memory():
-    def further_ahead(rank):
-        ahead = 2 * (7 - rank)
-        events = [("forward", i) for i in range(ahead)]
-        for i in range(ahead, 64):
-            events += [("forward", i), ("backward", i - ahead)]
-        return events + [("backward", i) for i in range(64 - ahead, 64)]
-
-    hidden = played([further_ahead(rank) for rank in range(8)], 64, message_ms=1.5)
-    waits = played(one_f_one_b_orders(8, 64), 64, message_ms=1.5)
-    assert (max(hidden.held), max(waits.held)) == (15, 8)
-    assert hidden.ms < 3 * 80
-    assert waits.ms > 3 * 130
 
 
 def test_stages_that_hang_are_named_with_what_they_wait_at():

@@ -35,6 +35,6 @@ def test_a_profiled_step_has_its_operators(training):
 def test_the_memory_of_a_step_holds_its_parameters(training, capfd):
     step, windows = training
     timeline = profile_step_memory(step, windows, torch.device("cpu"))
-    assert timeline.highest()["parameters"] == 4 * num_parameters(step.model.config)
+    assert timeline.num_bytes["parameters"].max() == 4 * num_parameters(step.model.config)
     assert "activations" in memory_image(timeline).alt
     assert not capfd.readouterr().err

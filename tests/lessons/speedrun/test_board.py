@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import statistics
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +16,7 @@ from lib.lessons.speedrun.board import (
     board_rows,
     chance_of_faster,
     comparison,
-    draw_card,
+    doubt,
     entry_of,
     fastest,
     faults,
@@ -52,14 +51,6 @@ def test_the_tails_of_students_t_are_those_of_its_tables():
     assert chance_of_faster([1, 2, 3], [1, 2, 3]) == pytest.approx(0.5)
 
 
-def test_a_gain_that_load_may_explain_needs_fewer_tokens():
-    mine, loaded = entry("mine", [50, 51, 52]), entry("the same", [56, 57, 58])
-    assert board_rows([mine, loaded])[0]["faster than"] == "–"
-    for number, run in enumerate(mine["figures"]["runs"]):
-        run["tokens"] = 50_000 + number
-    assert board_rows([mine, loaded])[0]["faster than"] == "the same"
-
-
 def test_a_race_ends_with_a_verdict_and_its_reason():
     mine = entry("mine", [50, 51, 52])
     elsewhere = entry("other", [90, 95, 93]) | {"device": "NVIDIA H200"}
@@ -79,6 +70,10 @@ def test_a_race_ends_with_a_verdict_and_its_reason():
         assert second.startswith(other["figures"]["entry"])
         assert ("in turns" in second) == in_turns
         assert said.startswith(verdict), said
+    # what load may explain needs fewer tokens
+    for number, run in enumerate(mine["figures"]["runs"]):
+        run["tokens"] = 50_000 + number
+    assert doubt(mine, entry("loaded", [56, 57, 58])) == ""
 
 
 def test_the_fastest_of_the_machine_is_compared_with_if_there_is_one():
@@ -113,7 +108,7 @@ def test_entries_raced_in_turns_share_seeds_and_each_keeps_its_own_runs(monkeypa
 
 
 @pytest.mark.parametrize("against", ["record", "fastest"])
-def test_a_race_keeps_and_says_how_it_compares(against, tmp_path, monkeypatch, capsys):
+def test_a_race_keeps_says_and_draws_how_it_compares(against, tmp_path, monkeypatch, capsys):
     entries = [entry("quick", [50, 51, 52]), entry("slow", [90, 95, 93])]
     asked = []
 
@@ -132,23 +127,16 @@ def test_a_race_keeps_and_says_how_it_compares(against, tmp_path, monkeypatch, c
     assert said.split("\n")[1].endswith("(raced in turns with it)") == (against == "fastest")
     verdict = "faster: " if against == "record" else "not shown to be faster: p = "
     assert said.split("\n")[2].startswith(verdict)
+    picture = commands.card(commands.CardConfig(path, tmp_path / "card.png"))
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_single_run_is_on_the_board_and_claims_nothing():
-    (row, _) = board_rows([entry("one", [50]), entry("slow", [90, 95, 93])])
-    assert (row["seconds"], row["faster than"], row["claim"]) == ("45.0", "–", "1 of 3 seeds")
-
-
-def test_faster_is_said_only_where_chance_would_not():
-    clear, near, slow = (
-        entry("clear", [50, 51, 52]),
-        entry("near", [53, 50, 57]),
-        entry("slow", [90, 95, 93]),
-    )
-    rows = {row["entry"]: row for row in board_rows([slow, near, clear])}
-    assert [*rows] == ["clear", "near", "slow"]
-    assert [row["faster than"] for row in rows.values()] == ["slow", "slow", "–"]
-    assert all(row["claim"] == "✓" for row in rows.values())
+def test_the_board_says_who_is_faster_and_a_single_run_claims_nothing():
+    slow, near, mine = entry("slow", [90, 95, 93]), entry("near", [53, 50, 57]), entry("one", [50])
+    rows = board_rows([slow, near, mine])
+    assert [row["entry"] for row in rows] == ["one", "near", "slow"]
+    assert [row["faster than"] for row in rows] == ["–", "slow", "–"]
+    assert [row["claim"] for row in rows] == ["1 of 3 seeds", "✓", "✓"]
 
 
 @pytest.mark.parametrize(
@@ -206,19 +194,11 @@ def test_the_fastest_recipe_is_the_ladders_best_as_a_file():
     assert file.split('"""', 2)[2] == ladder.best().split('"""', 2)[2]
 
 
-def test_a_card_is_one_picture(tmp_path):
-    path = draw_card(entry("mine", [50, 51, 52]), tmp_path / "card.png")
-    assert path.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_vocabulary_is_read_from_the_file_and_checked():
+def test_the_vocabulary_is_read_and_an_edit_is_of_text_that_occurs_once():
     assert vocab_size_of(ladder.start()) == 1024
     assert vocab_size_of("def recipe(race, seed): ...") == 1024
     with pytest.raises(ValueError, match="VOCAB_SIZE must be a number from 257 to 32768"):
         vocab_size_of("VOCAB_SIZE = 2 ** 20")
-
-
-def test_an_edit_is_of_text_that_occurs_once():
     with pytest.raises(ValueError, match="must occur once in the recipe, found 2 times"):
         edited("a a", {"a": "b"})
 
@@ -246,8 +226,6 @@ def test_the_ladder_has_a_recipe_for_each_idea_and_its_records_are_of_them():
         assert ladder.steps(entries).keys() == entries.keys()
     ideas = {name for entries in ladder.read().values() for name in entries}
     assert [row["idea"] for row in ladder.rows(ladder.read())] == [n for n in recipes if n in ideas]
-    assert dataclasses.asdict(SPRINT)["target"] == 0.6
-    assert statistics.mean(board.times(entry("mine", [50, 51, 52]))) < 51
 
 
 def test_the_ladder_compares_what_one_climb_measured():

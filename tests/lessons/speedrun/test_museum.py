@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from lib.lessons.exercise import verdict
-from lib.lessons.speedrun import exercises, museum
-from lib.lessons.speedrun.museum import FAULTS, KINDS, read_museum, symptoms, train_with
+from lib.lessons.speedrun import museum
+from lib.lessons.speedrun.museum import FAULTS, read_museum, symptoms, train_with
 from lib.lessons.training.broken import HEALTHY, STEPS
 
 RUNS = read_museum()
@@ -13,9 +12,8 @@ BY_NAME = {FAULTS.get(number, HEALTHY): run for number, run in RUNS.items()}
 TABLE = {FAULTS.get(row["run"], HEALTHY): row for row in symptoms(RUNS)}
 
 
-def test_there_are_at_least_twelve_faults_of_four_kinds_on_record():
+def test_there_are_at_least_twelve_faults_on_record():
     assert len(FAULTS) >= 12
-    assert sorted(number for numbers in KINDS.values() for number in numbers) == [*FAULTS]
     assert all(len(run["loss"]) == STEPS for run in RUNS.values())
 
 
@@ -60,10 +58,3 @@ def test_ranks_stay_equal_where_their_gradients_are_averaged(fault, monkeypatch)
     history = train_with(fault, tokens, tokens, 64)
     assert (history["weight_gap"][-1] == 0) == (fault == HEALTHY)
     assert len(history["loss"]) == len(history["loss_of_rank_1"]) == 10
-
-
-def test_an_incomplete_diagnosis_gives_no_answer_away():
-    for wrong in ({}, {"1": "no causal mask"}, None):
-        told = verdict(exercises.name_faults, lambda wrong=wrong: wrong)
-        assert told.startswith("not yet")
-        assert "expected 'no" not in told

@@ -1,19 +1,15 @@
-"""What the tests of benchmarks on several ranks share: small settings, and planted records."""
+"""What the tests of benchmarks on several ranks share: small settings, and cases."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lib.core.records import append_record, new_record
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.lm_matrix import LmMatrixConfig, matrix_groups
 from lib.tools.benchmarks.sharding import sharding_groups
 
-SIZES = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
 SMALL = {
-    **SIZES,
     "context_length": 16,
     "tr_batch_size": 2,
     "epochs": 3,
@@ -32,22 +28,3 @@ def cases_of(cls: type, *, on_gpu: bool = False, **settings: Any) -> list[Case]:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         found = groups(cls(**settings), 2, "nccl" if on_gpu else "gloo")
     return [case for group in found for case in group]
-
-
-def plant(
-    path: Path, case: Any, milliseconds: float | None, *, date: str = "", **figures: Any
-) -> None:
-    """Add the record of a training with three timed epochs, or without a time of a failed one."""
-    planted: dict[str, Any] = {"status": "oom", "reason": "memory is full"}
-    if milliseconds is not None:
-        planted = {
-            "status": "ok",
-            "launch": "first",
-            "tokens_per_s": 64 / milliseconds * 1e3,
-            "median_ms": milliseconds,
-            "iqr_ms": 0.2,
-            "samples": 3,
-            "times_ms": [milliseconds] * 3,
-        }
-    record = new_record(planted | figures, config=vars(case), seed=0, device="cpu")
-    append_record(path, record | ({"date": date} if date else {}))

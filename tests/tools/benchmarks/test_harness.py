@@ -1,15 +1,14 @@
 """Sweeps: a record for each config, also after interruptions and when memory runs out."""
 
-import signal
-import subprocess
-import sys
+import itertools
+import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
+from lib.core.files import lock_file
 from lib.core.records import append_record, read_records
 from lib.tools.benchmarks import harness
 from lib.tools.benchmarks.harness import (
@@ -22,9 +21,6 @@ from lib.tools.benchmarks.harness import (
 )
 from lib.tools.benchmarks.sections import Report
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
 CASES = grid(size=(0, 1, 2, 3, 4), name="a")
 
 
@@ -32,7 +28,7 @@ def run_sweep(path, cases, measure, **options):
     """A sweep of one case at a time."""
     groups = [case if isinstance(case, list) else [case] for case in cases]
     one = lambda group: [{"status": "ok", **measure(group[0])}]  # noqa: E731
-    return harness.run_sweep(path, groups, one, **{"code": "1", "seed": 0} | options)
+    return harness.run_sweep(path, groups, one, **{"seed": 0} | options)
 
 
 def sizes(records):
@@ -82,13 +78,12 @@ def test_memory_that_runs_out_leaves_later_cases_unaffected(tmp_path):
         Report("squares", "Squares", {"sum": "sum"}),
         lambda config, device: CASES,
         measure,
-        lambda case, device: {"predicted": 10 * case.size},
     )
     records = benchmark(SamplingConfig(output=tmp_path, device="cpu"))
     figures = [record["figures"] for record in records]
-    assert figures[2] == {"status": "oom", "predicted": 20}
+    assert figures[2] == {"status": "oom"}
     for size in (0, 1, 3, 4):
-        assert figures[size] == {"status": "ok", "predicted": 10 * size, "sum": 1000.0}
+        assert figures[size] == {"status": "ok", "sum": 1000.0}
     assert "| 1,000 |" in (tmp_path / "squares.md").read_text()
 
 
@@ -124,74 +119,30 @@ def test_a_group_is_measured_whole_unless_all_of_it_has_records_and_what_failed_
             yield {"status": "oom" if case.size == 1 else "ok"}
 
     with pytest.raises(KeyboardInterrupt):
-        harness.run_sweep(path, groups, measure, code="1")
-    records = harness.run_sweep(path, groups, measure, code="1")
+        harness.run_sweep(path, groups, measure)
+    assert sizes(read_records(path)) == [0, 1]
+    records = harness.run_sweep(path, groups, measure)
     assert calls == [[0, 1, 2], [0, 2], [3, 4]]
+    assert harness.run_sweep(path, groups, measure) == records
+    assert len(calls) == 3
     assert [r["figures"]["status"] for r in records] == ["ok", "oom", "ok", "ok", "ok"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_an_interrupted_sweep_resumes_without_repeating_or_losing_rows(tmp_path, error):
-    path, calls = tmp_path / "records.jsonl", []
+def test_a_sweep_waits_for_another_one_into_its_file_and_measures_what_is_left(tmp_path, caplog):
+    path, is_locked = tmp_path / "records.jsonl", threading.Event()
+    others = run_sweep(tmp_path / "others.jsonl", CASES, lambda case: {})
 
-    def run_one(case):
-        calls.append(case.size)
-        if calls.count(2) == 1 and case.size == 2:
-            raise error
-        return {}
+    def sweep_until_this_one_waits():
+        with lock_file(path):
+            is_locked.set()
+            while "waiting for another process" not in caplog.text:
+                time.sleep(0.01)
+            for record in others:
+                append_record(path, record)
 
-    with pytest.raises(error):
-        run_sweep(path, CASES, run_one)
-    assert sizes(read_records(path)) == [0, 1]
-    assert sizes(run_sweep(path, CASES, run_one)) == [0, 1, 2, 3, 4]
-    assert calls == [0, 1, 2, 2, 3, 4]
-    assert sizes(run_sweep(path, CASES, run_one)) == sizes(read_records(path)) == [0, 1, 2, 3, 4]
-    assert len(calls) == 6
-
-
-def start_sweep(path: Path, body: str) -> subprocess.Popen:
-    """Another process that sweeps CASES into `path`, with the lines `body` for each."""
-    program = (
-        "import os, signal, sys, time\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.tools.benchmarks.test_harness import CASES, run_sweep\n"
-        "def run_one(case):\n"
-        "    print(case.size, flush=True)\n"
-        f"    {body}\n"
-        "    return {'double': 2 * case.size}\n"
-        f"run_sweep({str(path)!r}, CASES, run_one)\n"
-    )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", program], **pipes)
-
-
-def test_a_killed_sweep_resumes_without_repeating_or_losing_rows(tmp_path):
-    path = tmp_path / "records.jsonl"
-    sweep = start_sweep(path, "if case.size == 3: os.kill(os.getpid(), signal.SIGKILL)")
-    out, errors = sweep.communicate(timeout=120)
-    assert sweep.returncode == -signal.SIGKILL, errors
-    assert out.split() == list("0123")
-    # as a crash of the machine might leave it
-    with open(path, "ab") as file:
-        file.write(b'{"config": {"si')
-    measured = []
-    run_one = lambda case: measured.append(case.size) or {"double": 2 * case.size}  # noqa: E731
-    with pytest.warns(UserWarning, match="not a record"):
-        records = run_sweep(path, CASES, run_one)
-    assert measured == [3, 4]
-    assert [r["figures"]["double"] for r in records] == [0, 2, 4, 6, 8]
-
-
-def test_two_sweeps_into_one_file_measure_each_row_once(tmp_path, caplog):
-    path = tmp_path / "records.jsonl"
-    first = start_sweep(path, "time.sleep(0.3)")
-    while first.poll() is None and not read_records(path):
-        time.sleep(0.01)
-    records = run_sweep(path, CASES, lambda case: pytest.fail("measured again"))
-    out, errors = first.communicate(timeout=120)
-    assert (first.returncode, out.split()) == (0, list("01234")), errors
-    assert sizes(records) == sizes(read_records(path)) == [0, 1, 2, 3, 4]
-    assert "waiting for another process" in caplog.text
+    threading.Thread(target=sweep_until_this_one_waits, daemon=True).start()
+    is_locked.wait()
+    assert run_sweep(path, CASES, lambda case: pytest.fail("measured again")) == others
 
 
 @pytest.mark.parametrize(
@@ -220,36 +171,18 @@ def test_a_report_shows_one_device_and_its_versions_and_last_what_was_asked_for(
     assert records_like(path, [record]) == [records[0], records[3], records[0]]
 
 
-def test_the_code_version_changes_with_every_file_that_is_imported_and_with_no_other(tmp_path):
-    files = {
-        "__init__": "",
-        "upper.__init__": "",
-        "upper.top": "from lib.lower import middle as m\ndef f():\n    import lib.lower.lazy\n",
-        "lower.__init__": "",
-        "lower.middle": "from lib.lower.bottom import x\nimport json\n",
-        "lower.bottom": "x = 1\n",
-        "lower.lazy": "from lib.upper import top\n",
-        "upper.other": "from lib.upper import top\n",
-    }
-    paths = {name: tmp_path / f"lib/{name.replace('.', '/')}.py" for name in files}
-    for name, path in paths.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(files[name])
-    modules = [f"lib.{name}" for name in files if not name.endswith("__init__")] + ["elsewhere"]
-    before = {name: code_version(name, tmp_path) for name in modules}
-    for name, unchanged in (
-        (
-            "upper.other",
-            {"lib.upper.top", "lib.lower.middle", "lib.lower.bottom", "lib.lower.lazy"},
-        ),
-        ("lower.bottom", set()),
-        ("lower.__init__", set()),
-        ("lower.lazy", {"lib.lower.middle", "lib.lower.bottom"}),
-    ):
-        paths[name].write_text(files[name] + "# changed\n")
-        now = {key: code_version(key, tmp_path) for key in modules}
-        assert {key for key in modules if now[key] == before[key]} == unchanged
-        paths[name].write_text(files[name])
+def test_the_code_version_changes_with_every_file_of_code(tmp_path):
+    files = [tmp_path / "lib" / name for name in ("room/step.py", "room/kernel.cu", "notes.md")]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1\n")
+    found = [code_version(tmp_path)]
+    for path in files:
+        path.write_text("x = 2\n")
+        found.append(code_version(tmp_path))
+    assert [a != b for a, b in itertools.pairwise(found)] == [True, True, False]
+    files[0].rename(tmp_path / "lib/step.py")
+    assert code_version(tmp_path) != found[-1]
 
 
 def test_a_file_that_cannot_be_written_is_noticed_before_anything_is_measured(tmp_path):

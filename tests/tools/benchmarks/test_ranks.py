@@ -1,6 +1,5 @@
 """Trainings on several ranks: what is interleaved, what is left when one fails, records."""
 
-import dataclasses
 import math
 import time
 import types
@@ -9,11 +8,11 @@ import pytest
 import torch
 
 from lib.core.allocator import without_stderr
-from lib.core.records import read_records
 from lib.data.batches import BatchSampler
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import barrier, rank
 from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
+from lib.model.config import MODEL_PRESETS
 from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer import flat_slices
 from lib.tools.benchmarks import interleaved as module
@@ -41,24 +40,19 @@ from lib.tools.benchmarks.rank_training import (
 )
 from lib.tools.benchmarks.ranks import RanksBenchmark
 from lib.tools.benchmarks.sharding import ShardingConfig, sharding_groups
-from tests.tools.benchmarks.rank_benchmarks import SIZES, SMALL, cases_of
+from tests.tools.benchmarks.rank_benchmarks import SMALL, cases_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-BOTH = pytest.mark.parametrize("config", [LmMatrixConfig, ShardingConfig])
 
 
-@BOTH
-def test_settings_that_do_not_fit_the_machine_are_refused(config):
+def test_other_ranks_than_there_are_are_refused():
     with pytest.raises(ValueError, match="ranks must be None or the group's 2, got 4"):
-        cases_of(config, ranks=4)
-    with pytest.raises(ValueError, match="cuda_graph must be False on a CPU, got True"):
-        cases_of(config, cuda_graph=True)
+        cases_of(ShardingConfig, ranks=4)
 
 
 def test_given_settings_win_over_defaults():
     [case, *_] = cases_of(LmMatrixConfig, on_gpu=True, tr_batch_size=5, dtype="float32")
     assert (case.tr_batch_size, case.ranks, case.backend, case.model) == (5, 2, "nccl", "matrix")
-    assert cases_of(ShardingConfig, tr_batch_size=5)[0].tr_batch_size == 5
     on_gpus = cases_of(ShardingConfig, on_gpu=True, dtype="float32")
     assert {case.model for case in on_gpus} == {"large", "xl"}
     assert {case.wrapper for case in cases_of(LmMatrixConfig)} == set(DDP_WRAPPERS)
@@ -86,49 +80,36 @@ class Recorded(Trainings):
         return {"memory": self.memory[name], "times_ms": times, "is_together": self.is_together}
 
 
-@pytest.fixture
-def interleaved(monkeypatch):
-    """Make `Recorded` trainings of one process, all in memory or one at a time."""
+@pytest.mark.parametrize(
+    ("fits", "events", "losses"),
+    [
+        (True, "start a, start b, a, b, b, a, a, b", [3.0, 6.0, 7.0]),
+        # models that do not fit together start anew for each epoch, and the longest losses count
+        (
+            False,
+            "start a, start b, start a, a, start b, b, start b, b, start a, a, start a, a, "
+            "start b, b, start a, start b",
+            [4.0],
+        ),
+    ],
+)
+def test_epochs_are_interleaved_there_and_back_and_a_refused_training_is_left_out(
+    monkeypatch, fits, events, losses
+):
+    monkeypatch.setattr(module, "fits_together", lambda *_: fits)
+    monkeypatch.setattr(module, "gather_objects", lambda value: [value])
     names = ("a", "refused", "b")
     cases = [Case(**vars(cases_of(LmMatrixConfig)[0]) | {"method": name}) for name in names]
-
-    def make(*, fits: bool) -> Recorded:
-        monkeypatch.setattr(module, "fits_together", lambda *_: fits)
-        monkeypatch.setattr(module, "gather_objects", lambda value: [value])
-        config = LmMatrixConfig(timed_epochs=3, trace_steps=0)
-        return Recorded(cases, config, types.SimpleNamespace(hosts=None), None)
-
-    return make
-
-
-def test_epochs_are_interleaved_there_and_back_and_a_refused_training_is_left_out(interleaved):
-    trainings = interleaved(fits=True)
+    config = LmMatrixConfig(timed_epochs=3, trace_steps=0)
+    trainings = Recorded(cases, config, types.SimpleNamespace(hosts=None))
     rows = trainings.run()
-    assert trainings.events == ["start a", "start b", "a", "b", "b", "a", "a", "b"]
+    assert ", ".join(trainings.events) == events
     assert list(rows) == ["a", "refused", "b"]
     assert (rows["refused"]["status"], rows["refused"]["reason"]) == ("refused", "not here")
-    assert rows["a"]["times_ms"] == [2.0] * 3
-    assert (rows["a"]["status"], rows["a"]["memory"]) == ("ok", "memory of a")
-    assert rows["a"]["is_together"] is True
-    assert trainings.losses["a"] == [3.0, 6.0, 7.0]
-
-
-def test_models_that_do_not_fit_together_start_anew_for_each_epoch(interleaved):
-    trainings = interleaved(fits=False)
-    rows = trainings.run()
-    first_round = ["start a", "a", "start b", "b"]
-    assert trainings.events[:10] == [
-        "start a",
-        "start b",
-        *first_round,
-        *first_round[2:],
-        "start a",
-        "a",
-    ]
-    assert not trainings.held
-    assert rows["b"]["is_together"] is False
-    # the longest, not the last
-    assert len(trainings.losses["a"]) == 1
+    row = {name: rows["a"][name] for name in ("status", "memory", "times_ms", "is_together")}
+    assert [*row.values()] == ["ok", "memory of a", [2.0] * 3, fits]
+    assert trainings.losses["a"] == losses
+    assert bool(trainings.held) == fits
 
 
 def test_an_epochs_time_is_the_mean_of_the_ranks_and_tokens_are_those_of_all(monkeypatch):
@@ -155,23 +136,19 @@ SEVERAL = ("flashddp", "zero1", "torch_ddp+torch_zero", "fsdp2")
 @pytest.mark.parametrize(
     ("memory_gb", "settings", "fits"),
     [
-        (140, {"model": "large"}, True),
-        (75, {"model": "large"}, False),
-        (140, {"model": "xl"}, False),
-        (120, {"model": "medium", "tr_batch_size": 64}, True),
+        (130, {"models": ("large",)}, True),
+        (110, {"models": ("large",)}, False),
         # graphs keep the memory that their steps work in
-        (120, {"model": "medium", "tr_batch_size": 64, "cuda_graph": True}, False),
+        (50, {"models": ("medium",), "methods": SEVERAL}, True),
+        (50, {"models": ("medium",), "methods": SEVERAL, "cuda_graph": True}, False),
         # sharded ones need less
-        (150, {"methods": SEVERAL}, True),
-        (80, {"methods": SEVERAL}, False),
-        (150, {"methods": tuple(SHARDING_METHODS)}, False),
+        (150, {"models": ("xl",), "methods": SEVERAL}, True),
+        (80, {"models": ("xl",), "methods": SEVERAL}, False),
+        (150, {"models": ("xl",)}, False),
     ],
 )
 def test_models_are_held_together_only_where_they_fit(memory_gb, settings, fits):
-    config, more = LmMatrixConfig, {"kernels": ("sdpa",)}
-    if "methods" in settings:
-        config, more = ShardingConfig, {"models": ("xl",)}
-    cases = cases_of(config, on_gpu=True, dtype="bfloat16", **more | settings)
+    cases = cases_of(ShardingConfig, on_gpu=True, dtype="bfloat16", **settings)
     assert fits_together(cases, memory_gb * 1e9) == fits
 
 
@@ -212,29 +189,12 @@ def test_memory_full_on_one_rank_ends_its_training_and_no_other(tmp_path, monkey
 
 
 def test_settings_that_are_refused_leave_no_file(tmp_path):
-    settings = SMALL | {"d_model": 100, "num_heads": 3, "output": tmp_path / "new"}
-    with pytest.raises(ValueError, match="d_model"):
-        benchmark_lm_matrix(LmMatrixConfig(kernels=("sdpa",), **settings))
+    with pytest.raises(ValueError, match="cuda_graph must be False on a CPU"):
+        benchmark_lm_matrix(LmMatrixConfig(cuda_graph=True, output=tmp_path / "new", **SMALL))
     assert not (tmp_path / "new").exists()
 
 
 QUICK = SMALL | {"loss_steps": 0, "trace_steps": 0, "epochs": 2, "timed_epochs": 1}
-
-
-def run_some(folder) -> list[int]:
-    """On a rank: how many records calls return; the second resumes, the others measure anew."""
-    config = LmMatrixConfig(kernels=("sdpa",), wrappers=("none", "naive"), output=folder, **QUICK)
-    return [
-        len(benchmark_lm_matrix(dataclasses.replace(config, **changes)))
-        for changes in ({}, {}, {"restart": True})
-    ]
-
-
-def test_ranks_that_are_there_already_measure_and_rank_0_alone_keeps_records(tmp_path):
-    assert launch(run_some, 2, tmp_path, backend="gloo", timeout=60) == [[2, 2, 2], [0, 0, 0]]
-    records = read_records(tmp_path / "lm_matrix.jsonl")
-    assert [record["config"]["wrapper"] for record in records] == ["none", "naive"] * 2
-    assert (tmp_path / "lm_matrix_report.md").exists()
 
 
 @pytest.mark.slow
@@ -267,7 +227,7 @@ def test_wrappers_train_as_one_process_on_the_batches_of_all_ranks(tmp_path):
             continue
         reference = figures["reference_losses"]
         assert len(reference) == SMALL["epochs"] * SMALL["steps_per_epoch"]
-        assert reference[0] == pytest.approx(math.log(SIZES["vocab_size"]), rel=0.1)
+        assert reference[0] == pytest.approx(math.log(MODEL_PRESETS["tiny"].vocab_size), rel=0.1)
         # the comparison says something only if the model learns
         assert reference[-1] < reference[0] - 0.02
         assert figures["losses"] == pytest.approx(reference, abs=1e-5)
@@ -299,12 +259,11 @@ def case() -> Case:
 
 def test_settings_reach_the_training(case):
     changes = {"compile": True, "low_precision_weights": True, "bucket_size_mb": 3.0}
-    changed = Case(**vars(case) | {"cuda_graph": True} | changes)
-    settings = train_config(changed, log_interval=4, gradient_accumulation_steps=3)
-    assert settings.cuda_graph
+    changes["cuda_graph"] = True
+    settings = train_config(Case(**vars(case) | changes), gradient_accumulation_steps=3)
     assert {name: getattr(settings, name) for name in changes} == changes
     assert (settings.ddp_wrapper, settings.model.attention_kernel) == ("flat", "sdpa")
-    assert {name: getattr(settings.model, name) for name in SIZES} == SIZES
+    assert settings.model.context_length == SMALL["context_length"]
     assert (settings.batch_size, settings.gradient_accumulation_steps) == (2, 3)
     for method, fields in SHARDING_METHODS.items():
         [case] = cases_of(ShardingConfig, methods=(method,))
@@ -371,8 +330,7 @@ def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
 @pytest.mark.usefixtures("quick_ranks")
 def test_no_collective_is_under_way_when_a_profiler_stops():
     # gloo's threads would write into a log that is freed, and the process might die
-    settings = {name: value for name, value in SMALL.items() if name not in SIZES}
-    config = ShardingConfig(models=("tiny",), methods=("zero1",), **settings)
+    config = ShardingConfig(methods=("zero1",), **SMALL)
     [[case]] = sharding_groups(config, 2, "gloo")
     assert (
         launch(trace_with_a_late_rank, 2, case, config, backend="gloo", timeout=60)

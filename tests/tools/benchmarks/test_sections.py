@@ -13,9 +13,7 @@ from lib.tools.benchmarks.sections import (
     newest,
     section,
     settings_of,
-    table,
     to_rows,
-    write_csv,
 )
 
 
@@ -40,24 +38,6 @@ def test_rows_keep_integers_dicts_and_lists_and_have_none_where_a_value_is_missi
     assert (second["bytes"], second["memory"]) == (None, {"peak": 3})
     assert (first["device"], first["torch"], first["commit"]) == ("GPU", "2.9", "abcdef012")
     assert to_rows(to_frame([])) == []
-
-
-def test_a_section_shows_text_and_the_columns_that_have_a_value():
-    rows = [{"name": "a", "ms": 1.234, "gb": None}, {"name": "b", "ms": None, "gb": None}]
-    columns = {"name": "what", "ms": "time (ms)", "gb": "memory (GB)", "other": "other"}
-    assert section("Report", "Text.\n", "", level=1) == "# Report\n\nText.\n"
-    assert section("Rows", table(rows, columns), table([]), "- note") == (
-        "## Rows\n\n"
-        "| what | time (ms) |\n| ---- | --------: |\n| a    |      1.23 |\n| b    |         – |\n\n"
-        "- note\n"
-    )
-    frame = to_frame([record("1", a=1)]).filter(["a", "size"])
-    assert table(frame) == "|   a | size |\n| --: | ---: |\n|   1 |    1 |\n"
-
-
-def test_csv_has_nested_values_and_no_lists(tmp_path):
-    write_csv(tmp_path / "rows.csv", [{"a": 1, "times_ms": [1.0], "b": {"c": 2.5}}, {"a": None}])
-    assert (tmp_path / "rows.csv").read_text() == "a,b.c\n1,2.5\n,\n"
 
 
 GOLDEN = """\
@@ -96,7 +76,7 @@ def test_a_report_has_a_section_for_each_setting_and_each_row_its_own_date_and_c
     records = [
         record("2026-01-01", kernel="a", ms=9.0),
         record("2026-01-01", kernel="b", status="oom", reason="memory is full"),
-        record("2026-01-02", kernel="a", ms=1.234),
+        record("2026-01-02", kernel="a", ms=1.234, times_ms=[1.2, 1.3], bytes={"peak": 7}),
         record("2026-01-03", kernel="a", ms=5.0, size=2000),
     ]
     for each in records:
@@ -105,7 +85,8 @@ def test_a_report_has_a_section_for_each_setting_and_each_row_its_own_date_and_c
     report = Report(
         "speeds",
         "Speeds",
-        {"kernel": "kernel", "status": "status", "ms": "time (ms)"},
+        # a column without a value is left out
+        {"kernel": "kernel", "status": "status", "ms": "time (ms)", "gb": "memory (GB)"},
         note="How to read it.",
         by=("device", "size"),
         overview=lambda frame: [section("All", f"{(frame['size'] == 1).sum()} rows")],
@@ -115,11 +96,13 @@ def test_a_report_has_a_section_for_each_setting_and_each_row_its_own_date_and_c
     report.write(records, tmp_path)
     assert (tmp_path / "speeds.md").read_text() == GOLDEN
     rows = list(csv.DictReader((tmp_path / "speeds.csv").open()))
-    assert [(row["ms"], row["date"]) for row in rows] == [
-        ("1.234", "2026-01-02"),
-        ("", "2026-01-01"),
-        ("5.0", "2026-01-03"),
+    assert [(row["ms"], row["date"], row["bytes.peak"]) for row in rows] == [
+        ("1.234", "2026-01-02", "7"),
+        ("", "2026-01-01", ""),
+        ("5.0", "2026-01-03", ""),
     ]
+    # nor lists
+    assert "times_ms" not in rows[0]
     assert all((tmp_path / name).stat().st_size > 5_000 for name in ("speeds.png", "l.png"))
     assert report.line(records[2]) == "time (ms) 1.23"
     assert report.line(records[1]) == "oom: memory is full"

@@ -1,14 +1,13 @@
-"""The sharding benchmark and the matrix: real ranks in small, and reports of planted records."""
+"""The sharding benchmark and the matrix: real ranks in small, and their reports."""
 
 import csv
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 
-from lib.core.records import read_records
+from lib.core.records import new_record
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters
 from lib.optimizer import AdamW
@@ -16,20 +15,16 @@ from lib.sharded_optimizer import ShardedOptimizer
 from lib.tools.benchmarks import lm_matrix, ranks_report, sharding
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.lm_matrix import LmMatrixConfig
-from lib.tools.benchmarks.rank_memory import bytes_at_marks, held_bytes, predicted_bytes
-from lib.tools.benchmarks.rank_training import predicted_memory
+from lib.tools.benchmarks.rank_memory import bytes_at_marks, held_bytes
 from lib.tools.benchmarks.sections import to_rows
 from lib.tools.benchmarks.sharding import (
     ShardingConfig,
     benchmark_sharding,
     compare_with_base,
-    comparisons,
     measured,
-    sharding_frame,
 )
 from tests.tools.benchmarks import rank_benchmarks
-from tests.tools.benchmarks.rank_benchmarks import cases_of, plant
-from tests.tools.benchmarks.tables import rows_of
+from tests.tools.benchmarks.rank_benchmarks import cases_of
 
 METHODS = ("none", "flashddp", "zero1", "torch_ddp+torch_zero")
 SMALL = {
@@ -168,38 +163,34 @@ def test_methods_are_compared_with_flashddp_epoch_by_epoch():
     assert compare_with_base({"zero1": row([20.0], 4, 50)})["zero1"]["step_ratio"] is None
 
 
-def plant_method(
-    path: Path, method: str, ms: float | None, model: str = "large", **figures
-) -> None:
-    """Add the record of a training on GPUs."""
-    settings = {"models": (model,), "methods": (method,), "dtype": "bfloat16"}
-    [case] = cases_of(ShardingConfig, on_gpu=True, **SMALL | settings)
-    predicted = predicted_bytes(predicted_memory(case))
-    planted = {}
-    if ms is not None:
-        planted |= {"predicted": predicted, "measured": predicted, "step_ratio": ms / 10}
-        planted |= {"iqr_step_ratio": 0.01, "state_share": 0.5}
-        planted |= {"saved_measured_bytes": 5_000_000, "saved_predicted_bytes": 4_000_000}
-    plant(path, case, ms, **planted | figures)
+@pytest.mark.parametrize(
+    ("report", "config"), [(sharding.REPORT, ShardingConfig), (lm_matrix.REPORT, LmMatrixConfig)]
+)
+def test_a_report_tells_what_failed_also_where_nothing_was_measured(report, config, tmp_path):
+    lost = {"status": "oom", "reason": "memory is full"}
+    record = new_record(lost, config=vars(cases_of(config)[0]), device="cpu")
+    report.write([record], tmp_path)
+    text = (tmp_path / report.name).read_text()
+    assert "| oom " in text
+    assert ": oom: memory is full" in text
 
 
-def test_a_report_tells_what_failed_and_compares_only_within_a_launch(tmp_path):
-    path = tmp_path / "sharding_benchmark.jsonl"
-    plant_method(path, "flashddp", None)
-    sharding.REPORT.write(read_records(path), tmp_path)
-    report = path.with_suffix(".md").read_text()
-    assert "| oom " in report
-    assert "- flashddp: oom: memory is full" in report
-    plant_method(path, "torch_ddp+torch_zero", 9.0, launch="second")
-    plant_method(path, "zero1", 20.0)
-    lines = comparisons(sharding_frame(read_records(path)))
-    [line] = [line for line in lines if line["method"] == "zero1"]
-    assert line["time / flashddp"] is line["time / torch_zero"] is None
-    assert (line["state · ranks"], line["saved / predicted"], line["peak / formula"]) == (
-        1,
-        1.25,
-        1,
-    )
+def test_times_are_compared_epoch_by_epoch_and_only_within_a_launch():
+    def row(method: str, launch: str, *times_ms: float) -> dict:
+        return {"method": method, "launch": launch, "times_ms": times_ms, "status": "ok"}
+
+    rows = [row("naive", "b", 9.0), row("naive", "a", 15.0, 30.0), row("flat", "b", 5.0, 5.0)]
+    ours = row("flashddp", "a", 10.0, 20.0)
+    found = ranks_report.ratios(ours, rows, {"× naive": "naive", "time / flat": "flat"}, "method")
+    assert found == {
+        "× naive": 1.5,
+        "× naive, IQR": 0.0,
+        "time / flat": None,
+        "time / flat, IQR": None,
+    }
+    other = row("flat", "a", 5.0, 10.0)
+    found = ranks_report.ratios(ours, [*rows, other], {"time / flat": "flat"}, "method")
+    assert found["time / flat"] == 2
 
 
 def test_who_needs_every_training_is_told_which_failed_and_why():
@@ -210,54 +201,9 @@ def test_who_needs_every_training_is_told_which_failed_and_why():
         measured([done, lost])
 
 
-@pytest.fixture
-def matrix(tmp_path) -> Path:
-    """Records of wrappers on GPUs, one measured again, and of a compiled setting, one failed."""
-    path = tmp_path / "lm_matrix.jsonl"
-    settings = rank_benchmarks.SMALL | {"kernels": ("sdpa",), "dtype": "bfloat16"}
-
-    def add(wrapper: str, ms: float | None, **changes) -> None:
-        [case] = cases_of(LmMatrixConfig, on_gpu=True, wrappers=(wrapper,), **settings | changes)
-        figures = {"scaling_efficiency": 0.5, "memory_overhead": 0.001}
-        figures |= {"peak_memory_bytes": 10**6, "loss_difference": 0.001}
-        plant(path, case, ms, **figures if ms else {})
-
-    for wrapper, ms in (("none", 5.0), ("torch_ddp", 12.0), ("naive", 15.0), ("flashddp", 11.0)):
-        add(wrapper, ms)
-    add("flashddp", 10.0, epochs=9)
-    add("flashddp", 7.0, compile=True)
-    add("naive", None, compile=True)
-    return path
-
-
-def test_settings_of_the_matrix_are_never_mixed_and_newer_rows_replace_older_ones(matrix):
-    frame = lm_matrix.matrix_frame(read_records(matrix))
-    found = [(row["wrapper"], row["median_ms"]) for row in to_rows(frame)]
-    assert found == [
-        ("none", 5.0),
-        ("torch_ddp", 12.0),
-        ("naive", 15.0),
-        ("flashddp", 10.0),
-        ("flashddp", 7.0),
-        ("naive", None),
-    ]
-    assert frame["setting"].nunique() == 2
-    [section] = lm_matrix.overview(frame)
-    first, second = rows_of(section)
-    ratios = (first["× torch_ddp"], first["× torch_ddp, IQR"], first["× naive"])
-    assert ratios == ("1.20", "0", "1.50")
-    assert (first["efficiency (%)"], first["memory overhead (%)"]) == ("50.0", "0.100")
-    assert second["× naive"] == "–"
-    lm_matrix.REPORT.write(read_records(matrix), matrix.parent)
-    report = (matrix.parent / "lm_matrix_report.md").read_text()
-    assert "- sdpa, naive: oom: memory is full" in report
-    for name in ("time", "memory", "throughput", "losses"):
-        assert (matrix.parent / f"lm_matrix_{name}.png").stat().st_size > 10_000
-
-
 def test_each_setting_has_a_title_of_its_own():
     changes = {"dtype": "float16", "tr_batch_size": 3, "context_length": 8, "ranks": 4}
-    changes |= {"cuda_graph": True, "low_precision_weights": True, "model": "small", "d_ff": 64}
+    changes |= {"cuda_graph": True, "low_precision_weights": True, "model": "small"}
     changes |= {"bucket_size_mb": 1.0, "compile": True, "backend": "gloo"}
     [case, *_] = cases_of(LmMatrixConfig, on_gpu=True, **rank_benchmarks.SMALL)
     cases = [case, *(Case(**vars(case) | {name: value}) for name, value in changes.items())]

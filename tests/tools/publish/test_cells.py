@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 
 import nbformat
@@ -104,19 +103,12 @@ def test_alone_without_a_network_the_first_cell_shows_what_failed(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("view", "state", "shown"),
-    [
-        ({}, {}, "the text"),
-        # without saved state
-        ({"model_id": "lost"}, {}, "the text"),
-        ({"model_id": "a"}, {"model_name": "VBoxModel", "children": ["IPY_MODEL_a"]}, "the text"),
-        ({"model_id": "a"}, {"model_name": "D", "_options_labels": ["x"], "index": 5}, "the text"),
-        ({"model_id": "a"}, {"model_name": "D", "_options_labels": ["x"], "index": 0}, "x"),
-    ],
+    ("state", "shown"),
+    [(None, "the text"), ({}, "the text"), ({"_options_labels": ["x", "y"], "index": 1}, "y")],
 )
-def test_a_damaged_widget_is_shown_as_its_text(view, state, shown):
-    output = new_output("display_data", {WIDGET_VIEW: view, "text/plain": "the text"})
-    models = {"a": {"model_name": state.pop("model_name", ""), "state": state}}
+def test_a_widget_without_saved_state_is_shown_as_its_text(state, shown):
+    output = new_output("display_data", {WIDGET_VIEW: {"model_id": "a"}, "text/plain": "the text"})
+    models = {} if state is None else {"a": {"model_name": "DropdownModel", "state": state}}
     metadata = {"widgets": {WIDGET_STATE: {"state": models}}}
     notebook = new_notebook(cells=[new_code_cell(outputs=[output])], metadata=metadata)
     (found,) = static_widgets(notebook).cells[0].outputs
@@ -204,12 +196,3 @@ def test_clean_joins_streams_and_keeps_the_last_state_of_a_line():
     assert len(cell.outputs) == len(pieces) + 1
     assert cleaned.cells[0].metadata == {"tags": ["nbval-skip"]}
     assert set(cleaned.metadata) == {"kernelspec", "language_info"}
-
-
-def test_a_long_line_is_cleaned_in_no_time():
-    text = "x" * 200_000
-    cell = new_code_cell("", outputs=[new_output("stream", text=f"1%\r{text}")])
-    before = time.process_time()
-    assert clean(new_notebook(cells=[cell])).cells[0].outputs[0].text == text
-    # a tenth of a second; half a minute if each of its characters were tried as a start
-    assert time.process_time() - before < 5

@@ -12,11 +12,10 @@ import pytest
 from nbformat.v4 import new_output
 
 from lib.tools.publish.plan import find_notebooks
-from lib.tools.publish.readers_copies import CopyConfig, update_copies
+from lib.tools.publish.readers_copies import CopyConfig, copy_notebooks
 
 ROOT = Path(__file__).resolve().parents[3]
 PARAMETERS, PROSE = 2, 3
-CONFLICT = '<<<<<<< HEAD\n{"cells": []}\n=======\n{"cells": [1]}\n>>>>>>> main\n'
 
 
 @pytest.fixture
@@ -34,6 +33,10 @@ def change(path: Path, index: int, **fields) -> bytes:
     notebook.cells[index].update(fields)
     nbformat.write(notebook, path)
     return path.read_bytes()
+
+
+def update_copies(root: Path, **settings) -> int:
+    return copy_notebooks(CopyConfig(**settings), root=root)
 
 
 def contents(book: Path) -> dict[str, bytes]:
@@ -59,7 +62,7 @@ def test_a_class_gets_copies_without_solutions_in_a_folder_of_its_own(tmp_path, 
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     before = (tmp_path / "notebooks/01_tokenizer.ipynb").read_text(encoding="utf-8")
     assert "<summary>Solution</summary>" in before
-    assert update_copies(tmp_path, CopyConfig(Path("handout"), without_solutions=True)) == 0
+    assert update_copies(tmp_path, folder=Path("handout"), without_solutions=True) == 0
     made = sorted((tmp_path / "handout").glob("*.ipynb"))
     assert [path.name for path in made] == [path.name for path in find_notebooks((), tmp_path)]
     text = "".join(path.read_text(encoding="utf-8") for path in made)
@@ -70,7 +73,7 @@ def test_a_class_gets_copies_without_solutions_in_a_folder_of_its_own(tmp_path, 
     assert not (tmp_path / "work").exists()
     assert f"handout/: {len(made)} copied from notebooks/" in capsys.readouterr().out
     with pytest.raises(ValueError, match="folder must be a folder for copies"):
-        update_copies(tmp_path, CopyConfig(Path("notebooks")))
+        update_copies(tmp_path, folder=Path("notebooks"))
 
 
 def test_a_copy_as_it_was_given_is_replaced_by_the_new_version(book, capsys):
@@ -93,6 +96,8 @@ def test_a_changed_copy_stays_and_new_versions_go_beside_it(book, capsys, answer
         assert said in capsys.readouterr().out
         assert contents(book)["01_one.ipynb"] == mine
         assert contents(book)["01_one.new.ipynb"] == new
+    # which is no further notebook
+    assert [path.stem for path in find_notebooks(["01"], book, "work")] == ["01_one"]
     update_copies(book)
     assert capsys.readouterr().out == ""
     # the reader takes it over: from then on it is as it was given
@@ -117,64 +122,31 @@ def test_a_new_version_that_the_reader_changed_stays_too(book, capsys):
         assert contents(book) == before
 
 
-def test_a_new_version_beside_a_copy_is_no_further_notebook(book):
-    shutil.copy(book / "work/01_one.ipynb", book / "work/01_one.new.ipynb")
-    names = [path.stem for path in find_notebooks(["01"], book, "work")]
-    assert names == ["01_one"]
-
-
-@pytest.mark.parametrize(
-    "record", [None, "{", "[]", '{"01_one": 1}', '{"01_one": {"cells": []}}', "[" * 100_000]
-)
-def test_without_a_whole_record_every_difference_counts_as_the_readers(book, capsys, record):
+@pytest.mark.parametrize("record", [None, "{"])
+def test_without_a_record_every_difference_counts_as_the_readers(book, capsys, record):
     mine = change(book / "work/01_one.ipynb", PARAMETERS, source="steps = 99")
     path = book / "work/.origins.json"
     path.unlink() if record is None else path.write_text(record)
     update_copies(book)
     printed = capsys.readouterr().out
-    assert ("work/.origins.json is damaged" in printed) is (record is not None)
     assert "work/01_one.ipynb: stays as you left it" in printed
     assert "02_two" not in printed
     assert contents(book)["01_one.ipynb"] == mine
 
 
-@pytest.mark.parametrize("what", ["a broken file", "a folder", "a pipe", "a lost link"])
-def test_what_is_in_a_copys_place_stays_and_stops_no_later_copy(book, capsys, what):
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_is_in_a_copys_place_stays_and_stops_no_later_copy(book, capsys, is_folder):
     copy = book / "work/01_one.ipynb"
     copy.unlink()
-    if what == "a broken file":
-        copy.write_text("{")
-    elif what == "a folder":
-        (copy / "mine").mkdir(parents=True)
-    elif what == "a pipe":
-        os.mkfifo(copy)
-    else:
-        copy.symlink_to(book / "lost")
+    (copy / "mine").mkdir(parents=True) if is_folder else copy.write_text("{")
     new = [
         change(book / f"notebooks/{name}.ipynb", PROSE, source="Better text.")
         for name in ("01_one", "02_two")
     ]
-    assert update_copies(book) == 0
-    assert (book / "work/02_two.ipynb").read_bytes() == new[1]
-    if what == "a lost link":
-        assert copy.read_bytes() == new[0]
-    else:
-        assert "work/01_one.ipynb: stays as you left it" in capsys.readouterr().out
-        assert (book / "work/01_one.new.ipynb").read_bytes() == new[0]
-        assert copy.exists()
-    assert not copy.is_file() or what == "a lost link" or copy.read_text() == "{"
-
-
-@pytest.mark.parametrize("content", [CONFLICT, "[]", '{"cells": [{}], "nbformat": 4}'])
-def test_a_new_version_that_is_no_notebook_is_named_and_not_copied(book, capsys, content):
-    before = contents(book)["01_one.ipynb"]
-    (book / "notebooks/01_one.ipynb").write_text(content)
-    change(book / "notebooks/02_two.ipynb", PROSE, source="Better text.")
     update_copies(book)
-    assert contents(book)["01_one.ipynb"] == before
-    printed = capsys.readouterr().out
-    assert "notebooks/01_one.ipynb: is not copied" in printed
-    assert "02_two.ipynb: replaced by the new version" in printed
+    assert "work/01_one.ipynb: stays as you left it" in capsys.readouterr().out
+    assert [(book / f"work/{name}.ipynb").read_bytes() for name in ("01_one.new", "02_two")] == new
+    assert (copy / "mine").is_dir() if is_folder else copy.read_text() == "{"
 
 
 def test_a_full_disk_leaves_no_part_of_a_copy(book):
@@ -203,7 +175,6 @@ def test_links_lead_from_the_copies_to_the_same_files():
         assert beside <= {other.name for other in folder.glob("*.ipynb")}, path.name
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_lab_brings_the_copies_up_to_date_and_opens_the_first():
     command = ["make", "--dry-run", "lab"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -9,36 +9,24 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import unquote
 
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
 
 from lib.core.hardware import available_cpus
-from lib.tools.publish.cells import clean, read_notebook
-from lib.tools.publish.plan import Job
+from lib.tools.publish.cells import clean
+from lib.tools.publish.plan import Job, NotebooksConfig
 from lib.tools.publish.run_notebooks import (
     THREADS,
     Result,
-    Run,
     RunConfig,
-    publish,
     refresh_notebooks,
     run_all,
     run_notebooks,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture
-def shelf(tmp_path, make_notebook) -> Path:
-    """A workbook of two notebooks that are not run here."""
-    make_notebook(tmp_path / "notebooks/01_one.ipynb", "steps: int | None = 3\nsize = {\n 'a': 1}")
-    make_notebook(tmp_path / "notebooks/02_two.ipynb", "# needs: 01\n# runs alone: yes\nratio = 2")
-    (tmp_path / "notebooks/parameters").mkdir()
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -61,113 +49,32 @@ from IPython.display import display
 display({"image/png": "bm8gcGljdHVyZQ=="}, raw=True)"""
 
 
-def test_a_page_that_cannot_be_written_fails_its_notebook_and_no_other(
-    tmp_path, make_notebook, capfd
+def test_a_page_that_cannot_be_written_fails_the_run_and_no_other_page(
+    tmp_path, make_notebook, capsys
 ):
-    report = tmp_path / "report"
     for name, cell in {"01_good": "1", "02_bad": BROKEN_PICTURE}.items():
         make_notebook(tmp_path / f"notebooks/{name}.ipynb", "steps = 3", cell, first="1")
-    assert run_notebooks(RunConfig(report=report), root=tmp_path) == 1
-    index = page(tmp_path, "index")
-    assert [found["class"][1] for found in index.select(".status")] == ["done", "failed"]
-    assert "its page cannot be written: UnidentifiedImageError" in index.text
-    # both files of it are those of the notebook before it ran
-    assert not (report / "02_bad.ipynb").read_text().count("display_data")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("01_one.ipynb", b"", "01_one.ipynb is no notebook"),
-        ("01_one.ipynb", b'{"cells": [', "01_one.ipynb is no notebook"),
-        ("01_one.ipynb", b"\xff\xfe", "01_one.ipynb is no notebook"),
-        ("01_one.ipynb", None, "No such file or directory"),
-        ("01_one.html", None, "No such file or directory"),
-        ("01_one.ipynb", "status", "KeyError('lost')"),
-        ("01_one.ipynb", "finished", "ValueError"),
-    ],
-)
-def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
-    shelf, monkeypatch, capsys, name, content, said
-):
-    def run_one_job(jobs, *arguments):
-        for job in jobs:
-            publish(Result(job.name, "done"), read_notebook(job.source), job, arguments[0])
-        return []
-
-    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", run_one_job)
-    report = shelf / "artifacts/report"
-    run_notebooks(RunConfig(), root=shelf)
-    if isinstance(content, str):
-        notebook = nbformat.read(report / name, as_version=4)
-        notebook.metadata["workbook"][content] = "lost"
-        nbformat.write(notebook, report / name)
-    elif content is None:
-        (report / name).unlink()
-    else:
-        (report / name).write_bytes(content)
-    # left out
-    capsys.readouterr()
-    run_notebooks(RunConfig(("02",)), root=shelf)
-    assert "1 notebook " in (report / "index.html").read_text()
-    told = capsys.readouterr().err
-    assert f"01_one in {report} is damaged" in told
-    assert said in told
-    assert "make run NOTEBOOKS=01 writes it again" in told
-    # made again
-    run_notebooks(RunConfig(("01",)), root=shelf)
-    assert "2 notebooks" in (report / "index.html").read_text()
-    run_notebooks(RunConfig(("02",)), root=shelf)
-    assert "damaged" not in capsys.readouterr().err.splitlines()[-1:]
+    assert run_notebooks(RunConfig(report=tmp_path / "report"), root=tmp_path) == 1
+    said = "02_bad: its page cannot be written: UnidentifiedImageError"
+    assert said in capsys.readouterr().err
+    assert [a.text.strip() for a in page(tmp_path, "index").select(".number")] == ["01"]
 
 
 @pytest.fixture
 def run_as(monkeypatch):
     """Run jobs by calling a function with each; return their names and how they ended."""
 
-    def results(run_cells, *jobs: Job, published=lambda result, *_: result) -> list:
+    def results(run_cells, *jobs: Job, kept=lambda *_: None) -> list:
         monkeypatch.setattr("lib.tools.publish.run_notebooks.run_cells", run_cells)
         monkeypatch.setattr("lib.tools.publish.run_notebooks.read_notebook", lambda path: {})
-        monkeypatch.setattr("lib.tools.publish.run_notebooks._published", published)
-        return [(found.name, found.status) for found in run_all(jobs, Run(Path(), ""), 2)]
+        monkeypatch.setattr("lib.tools.publish.run_notebooks.keep", kept)
+        return [(found.name, found.status) for found in run_all(jobs, Path(), "", 2)]
 
     return results
 
 
-def job(name, *needs, alone=False):
-    return Job(Path(f"{name}.ipynb"), {}, needs, runs_alone=alone)
-
-
-def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(run_as):
-    second, seen = threading.Event(), {}
-
-    def run_cells(job, threads, clients):
-        if job.name == "first":
-            seen["beside its cells"] = second.wait(0.5)
-        elif job.name == "second":
-            second.set()
-        return Result(job.name, "done"), {}
-
-    def published(result, *_):
-        if result.name == "first":
-            seen["beside its page"] = second.wait(20)
-        return result
-
-    alone = job("first", alone=True), job("second", alone=True)
-    found = run_as(run_cells, job("a"), job("b"), *alone, published=published)
-    assert all(status == "done" for _, status in found)
-    assert seen == {"beside its cells": False, "beside its page": True}
-
-
-def test_whoever_needs_a_failed_notebook_even_through_others_is_skipped(run_as):
-    def run_cells(job, threads, clients):
-        if job.name == "a":
-            raise RuntimeError("of this program")
-        return Result(job.name, "done"), {}
-
-    needy = job("b", "a"), job("c", "b"), job("d", alone=True), job("e", "d"), job("f", "elsewhere")
-    statuses = [status for _, status in run_as(run_cells, job("a"), *needy)]
-    assert statuses == ["failed", "skipped", "skipped", "done", "done", "done"]
+def job(name, alone=False):
+    return Job(Path(f"{name}.ipynb"), {}, runs_alone=alone)
 
 
 def test_one_that_runs_alone_starts_when_all_others_have_finished(run_as):
@@ -181,15 +88,15 @@ def test_one_that_runs_alone_starts_when_all_others_have_finished(run_as):
         running.remove(job.name)
         return Result(job.name, "done"), {}
 
-    jobs = job("a", alone=True), job("b"), job("c"), job("d", "a"), job("e", alone=True)
+    jobs = job("a", alone=True), job("b"), job("c"), job("d", alone=True)
     names = [name for name, _ in run_as(run_cells, *jobs)]
-    assert names == list("abcde")
+    assert names == list("abcd")
     assert max(most["b"], most["c"]) == 2
-    assert [most[name] for name in "ade"] == [1, 1, 1]
+    assert [most[name] for name in "ad"] == [1, 1]
 
 
-def test_ctrl_c_finishes_the_page_being_written_and_starts_nothing_else(run_as, monkeypatch):
-    ran, written, killed = [], [], threading.Event()
+def test_ctrl_c_ends_what_runs_and_starts_nothing_else(run_as, monkeypatch):
+    ran, killed = [], threading.Event()
     # whoever runs ends when it is killed, which is after all others were called off
     monkeypatch.setattr("lib.tools.publish.run_notebooks.kill", lambda client: killed.set())
 
@@ -200,17 +107,9 @@ def test_ctrl_c_finishes_the_page_being_written_and_starts_nothing_else(run_as, 
             assert killed.wait(120)
         return Result(job.name, "done"), {}
 
-    def published(result, *_):
-        # main waits for this thread, or is about to
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-        written.append(result.name)
-        return result
-
     jobs = [job(name) for name in "abcd"] + [job("e", alone=True)]
     with pytest.raises(KeyboardInterrupt):
-        run_as(run_cells, *jobs, published=published)
-    assert written == ["a"]
+        run_as(run_cells, *jobs, kept=lambda *_: signal.raise_signal(signal.SIGINT))
     assert not {"d", "e"} & set(ran)
 
 
@@ -241,13 +140,13 @@ def test_ctrl_c_ends_all_kernels_and_what_they_started_and_keeps_finished_pages(
         "time.sleep(600)"
     )
     make_notebook(tmp_path / "notebooks/01_done.ipynb", "", "1", first="1")
-    make_notebook(tmp_path / "notebooks/02_long.ipynb", "# needs: 01", endless, first="1")
+    make_notebook(tmp_path / "notebooks/02_long.ipynb", "# runs alone", endless, first="1")
     command = [sys.executable, "-c", RUN, str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
-    pids, page = tmp_path / "notebooks/pids", tmp_path / "report/01_done.html"
-    # the second notebook is in its endless cell, and the first one's page is there
-    while not (pids.exists() and page.exists()) and process.poll() is None:
+    pids, kept = tmp_path / "notebooks/pids", tmp_path / "report/01_done.ipynb"
+    # the second notebook is in its endless cell, and the first one is kept
+    while not (pids.exists() and kept.exists()) and process.poll() is None:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=600)
@@ -275,16 +174,13 @@ def done(tmp_path_factory, make_notebook) -> tuple[int, str, Path]:
     links = "%md [next](02_bad.ipynb), [code](../lib/x.py), [later](06_later.ipynb)"
     read = "name = 'records.jsonl'"
     threads = f"import os\nprint('threads', os.environ.get({THREADS!r}))"
-    made = "open('made', 'w').write(str(steps))"
     stray = "import os\nos.system('echo from a child; echo error of a child >&2');"
     reached = (
         "import ipykernel\nprint('by', ipykernel.get_connection_info(unpack=True)['transport'])"
     )
-    make("01_good", "steps = 3", links, slider, read, threads, made, stray, reached)
+    make("01_good", "steps = 3", links, slider, read, threads, "f'{steps} steps'", stray, reached)
     make("02_bad", "", "1 / 0", "print('never')")
-    alone = "# needs: 01\n# runs alone\nratio = 10"
-    make("03_after_good", alone, threads, "int(open('made').read()) * ratio")
-    make("04_after_bad", "# needs: 02", "print('never')")
+    make("03_alone", "# runs alone", threads)
     make("05_dead", "", "import os\nos._exit(1)")
     make("06_later", "", "1")
     for path in ("lib/x.py", "artifacts/records.jsonl", "artifacts/others.csv"):
@@ -297,7 +193,7 @@ def done(tmp_path_factory, make_notebook) -> tuple[int, str, Path]:
         patch.delenv(THREADS, raising=False)
         for name in ("stdout", "stderr"):
             patch.setattr(sys, name, text)
-        return run(root, "1", "2", "3", "4", "5"), text.getvalue(), root
+        return run(root, "1", "2", "3", "5"), text.getvalue(), root
 
 
 def run(root: Path, *names: str) -> int:
@@ -316,31 +212,23 @@ def about(root: Path, name: str) -> dict:
 def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(done):
     code, output, root = done
     assert code == 1
-    for name, mark in {"01_good": "✓", "02_bad": "✗", "03_after_good": "✓", "05_dead": "✗"}.items():
-        assert f"{mark} {name}" in output
+    for line in ("✓ 01_good", "✗ 02_bad", "✓ 03_alone", "✗ 05_dead"):
+        assert line in output
     assert "In [2]: ZeroDivisionError: division by zero" in output
     assert "----> 1 1 / 0" in output
     assert f"Report: {root / 'report/index.html'}" in output
     index = page(root, "index")
     states = [found["class"][1] for found in index.select(".status")]
-    assert states == ["done", "failed", "done", "skipped", "failed"]
+    assert states == ["done", "failed", "done", "failed"]
     assert "DeadKernelError" in index.text
-
-
-def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
-    _, output, root = done
-    assert "– 04_after_bad" in output
-    assert "needs 02_bad, which failed" in page(root, "index").text
-    # 7 comes from the parameter file through 01
-    assert "70" in page(root, "03_after_good").select(".jp-OutputArea-output")[-1].text
 
 
 def test_one_that_runs_alone_comes_last_with_all_cores_which_the_others_share(done):
     _, _, root = done
     finished = {name: about(root, name)["finished"] for name in ("01_good", "02_bad", "05_dead")}
-    assert about(root, "03_after_good")["finished"] >= max(finished.values())
+    assert about(root, "03_alone")["finished"] >= max(finished.values())
     # and has all cores, which the others share
-    assert "threads None" in page(root, "03_after_good").text
+    assert "threads None" in page(root, "03_alone").text
     assert f"threads {max(1, available_cpus() // 2)}" in page(root, "01_good").text
 
 
@@ -348,6 +236,8 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
     _, _, root = done
     good = page(root, "01_good")
     assert "n: 4" in good.text
+    # as the parameter file says
+    assert "7 steps" in good.text
     assert "square 16" in good.text
     links = {a.text: a["href"] for a in good.select(".jp-Cell p a")}
     assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py.html"}
@@ -370,17 +260,6 @@ def test_kernels_are_reached_through_files_and_what_their_children_print_is_on_t
         assert text not in output
 
 
-def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_notebooks(RunConfig(), root=shelf)
-    left = {path.name for path in (shelf / "artifacts/report").iterdir()}
-    assert left == {".workbook", ".lock"}
-
-
 def test_two_runs_into_one_report_come_one_after_the_other(shelf, monkeypatch, caplog):
     order = []
 
@@ -398,38 +277,26 @@ def test_two_runs_into_one_report_come_one_after_the_other(shelf, monkeypatch, c
     assert "waiting for another process that writes to" in caplog.text
 
 
-@pytest.mark.parametrize("folder", ["work", "notebooks", "mine", "new/../work", ""])
-def test_a_report_never_goes_where_the_readers_files_are(shelf, make_notebook, monkeypatch, folder):
-    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", lambda *_: [])
-    for name in ("work/01_one.ipynb", "mine/01_one.ipynb", "mine/previous/thesis/1.tex"):
-        (shelf / name).parent.mkdir(parents=True, exist_ok=True)
-        (shelf / name).write_text("an answer")
+@pytest.mark.parametrize("folder", ["new/../work", "notebooks", "mine"])
+def test_a_report_never_goes_where_the_readers_files_are(shelf, folder):
+    # to work/ not even before the first copies
+    (shelf / "mine").mkdir()
+    (shelf / "mine/thesis.tex").write_text("an answer")
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="report must be"):
         run_notebooks(RunConfig(("01",), report=shelf / folder), root=shelf)
     assert before == {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
 
 
-def test_a_report_never_goes_to_work_even_before_the_first_copies(shelf):
-    with pytest.raises(ValueError, match="report must be elsewhere than work/"):
-        run_notebooks(RunConfig(("01",), report=shelf / "work"), root=shelf)
-    assert not (shelf / "work").exists()
-
-
 def test_a_later_run_keeps_other_pages_and_links_them_to_its_own(done):
     _, _, root = done
     assert run(root, "06") == 0
-    assert "6 notebooks" in page(root, "index").text
+    assert "5 notebooks" in page(root, "index").text
     assert {a.text for a in page(root, "01_good").select(".jp-Cell p a")} == {
         "next",
         "code",
         "later",
     }
-    for path in (root / "report").rglob("*.html"):
-        for link in BeautifulSoup(path.read_text(), "html.parser").select("a[href]"):
-            href = link["href"].split("#")[0]
-            is_elsewhere = not href or href.startswith("https:")
-            assert is_elsewhere or (path.parent / unquote(href)).is_file(), f"{path}: {href}"
 
 
 def test_refresh_stores_outputs_and_leaves_a_failing_notebook(tmp_path, make_notebook, capsys):
@@ -442,7 +309,7 @@ def test_refresh_stores_outputs_and_leaves_a_failing_notebook(tmp_path, make_not
     )
     bad = make_notebook(tmp_path / "notebooks/02_bad.ipynb", "steps = 3", "1 / 0", first="1")
     before = bad.read_bytes()
-    assert refresh_notebooks(root=tmp_path) == 1
+    assert refresh_notebooks(NotebooksConfig(), root=tmp_path) == 1
     assert "02_bad failed and is left as it was" in capsys.readouterr().out
     assert bad.read_bytes() == before
     stored = nbformat.read(good, as_version=4)

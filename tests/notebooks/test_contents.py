@@ -1,4 +1,4 @@
-"""What notebooks import from the workbook is there."""
+"""What notebooks import is there, and sections that nothing later needs come last."""
 
 import ast
 import importlib
@@ -7,6 +7,8 @@ import nbformat
 import pytest
 
 from lib.core.files import ROOT
+from lib.lessons.ddp.records import compiled_speeds
+from lib.lessons.fsdp.records import flops_per_s
 from lib.tools.publish.plan import find_notebooks
 
 
@@ -23,7 +25,10 @@ def imported(source: str):
             yield from ((name, None) for name in names if name.split(".")[0] == "lib")
 
 
-@pytest.mark.parametrize("path", find_notebooks((), ROOT), ids=lambda path: path.stem)
+notebooks = pytest.mark.parametrize("path", find_notebooks((), ROOT), ids=lambda path: path.stem)
+
+
+@notebooks
 def test_each_name_that_a_notebook_imports_exists(path):
     cells = nbformat.read(path, as_version=4).cells
     found = [pair for c in cells if c.cell_type == "code" for pair in imported(c.source)]
@@ -32,3 +37,20 @@ def test_each_name_that_a_notebook_imports_exists(path):
         loaded = importlib.import_module(module)
         if name is not None and not hasattr(loaded, name):
             importlib.import_module(f"{module}.{name}")
+
+
+@notebooks
+def test_extra_sections_come_last_and_are_tagged(path):
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
+    sections = [cell for cell in cells if cell.source.startswith(("# ", "## "))]
+    tagged = ["extra" in cell.metadata.get("tags", ()) for cell in sections]
+    assert tagged == sorted(tagged)
+    assert tagged == [cell.source.lstrip("# ").startswith("Extra") for cell in sections]
+
+
+def test_the_two_speeds_of_an_h200_are_those_that_the_page_tells_apart():
+    said = "large matmul, 783 TFLOP/s. Notebook 08 took the 421"
+    cells = nbformat.read(ROOT / "notebooks/10_fsdp.ipynb", as_version=4).cells
+    assert said in " ".join(" ".join(cell.source for cell in cells).split())
+    assert round(flops_per_s() / 1e12) == 783
+    assert round(compiled_speeds()["large"] / 1e12) == 421
