@@ -305,7 +305,6 @@ rows[:, None] * N => rows[:, None] * M
 (rows < M)[:, None] & (columns < N)[None, :] => offsets < M * N
     | the mask only knows where the matrix ends: mask rows and columns, each by its own
 columns, mask=columns < N) => columns) | the load of the bias has no mask
-x + bias[None, :] => x | the bias is missing
 tl.program_id(0) * ROWS => tl.program_id(1) * ROWS
     && tl.program_id(1) * COLUMNS => tl.program_id(0) * COLUMNS
     | the two axes of the grid are mixed up
@@ -338,18 +337,10 @@ columns[None, :] * M + rows[:, None] => rows[:, None] * N + columns[None, :]
 columns[None, :] * M + rows[:, None] => columns[:, None] * M + rows[None, :]
     | the offsets in y are those of a tile that was turned around, but x was not; give them the
     shape of x
-columns[None, :] * M + rows[:, None] => rows[:, None] * M + columns[None, :]
-    | the elements are stored where they were, with the stride of y: row and column have to change
-    places
-columns[None, :] * M + rows[:, None], x, mask=inside =>
-    columns[:, None] * N + rows[None, :], tl.trans(x), mask=tl.trans(inside)
-    | the stride of y is wrong: a row of y has M elements
 rows[:, None] * N => rows[:, None] * M | the stride of x is wrong: a row of x has N elements
 tl.program_id(0) * BLOCK => tl.program_id(1) * BLOCK
     && columns = tl.program_id(1) * BLOCK => columns = tl.program_id(0) * BLOCK
     | the two axes of the grid are mixed up
-(rows < M)[:, None] => (rows >= 0)[:, None] | rows are not masked
-(columns < N)[None, :] => (columns >= 0)[None, :] | columns are not masked
 x, mask=inside) => x) | the store has no mask
 """
 
@@ -413,13 +404,7 @@ float("-inf") => 0.0 | lanes that are masked off hold 0, and exp(0) is added to 
 , other=float("-inf") => | lanes that are masked off hold anything
 tl.exp(x - tl.max(x, axis=0)) => tl.exp(x)
     | the largest of the row is not subtracted, so that exp overflows
-float("-inf") => 0.0 && tl.exp(x - tl.max(x, axis=0)) =>
-    tl.where(columns < N, tl.exp(x - tl.max(x, axis=0)), 0.0)
-    | lanes that are masked off hold 0, which is the maximum of a row of negative numbers
-float("-inf") => -100.0
-    | lanes that are masked off hold -100, but rows may lie below: only -inf is below all
 / tl.sum(weights, axis=0) => | the weights are not divided by their sum
-x_ptr + row * N => x_ptr | each program loads the first row
 y, mask=columns < N) => y) | the store has no mask
 """
 
@@ -447,22 +432,12 @@ range(0, N, BLOCK):  # for the sum => range(0, BLOCK, BLOCK):
     | the sum has one tile only: loop over the row
 range(0, N, BLOCK):  # once more => range(start, N, BLOCK):
     | only the last tile is divided: after the sum, loop over the row once more
-squares += tl.sum(x * x, axis=0) => squares += tl.sum(x * x, axis=0);
-    tl.store(y_ptr + row * N + columns, x / tl.sqrt(squares / N + eps), mask=columns < N)
-    && range(0, N, BLOCK):  # once more => range(0):
-    | each tile is divided by the sum so far: first the sum of the whole row, then a second loop
 other=0.0)  # adds nothing => )
     | `other=0.0` is missing: lanes that are off hold anything, and are added up
 squares += => squares = | each tile starts the sum anew; add to it
 squares / N => squares / BLOCK
     | the sum of squares is divided by BLOCK, not by the N elements of the row
-+ eps => | eps is missing
-+ eps => + 1e-5 | eps is written as a number, where the argument belongs
-squares / N => squares | the sum of squares is not divided by N
 tl.sqrt(squares / N + eps) => (tl.sqrt(squares / N) + eps) | eps is added outside of the root
-tl.sqrt(squares / N + eps) => (squares / N + eps)
-    | it is divided by the mean square, without the root
-x * scale, mask=columns < N) => x * scale) | the store has no mask
 """
 
 
@@ -496,27 +471,11 @@ total = tl.dot(a => tl.dot(a
     | what tl.dot returns is dropped; write total = tl.dot(a, b, total, ...)
 total = tl.dot => total += tl.dot
     | the total is added twice: tl.dot adds to it already, so = and not +=
-k[:, None] * N => k[:, None] * K | the stride of b is wrong: a row of b has N elements
-rows[:, None] * K => rows[:, None] * M | the stride of a is wrong: a row of a has K elements
 start + tl.arange(0, DEPTH) => tl.arange(0, DEPTH)
     | each step takes the first DEPTH elements: k begins at start
 , input_precision="ieee" => | tl.dot rounds a and b to TF32: give it input_precision
 mask=a_mask, other=0.0 => mask=a_mask
     | `other=0.0` is missing: lanes that are off hold anything, and are multiplied
-(k < K)[:, None] & (columns => (k >= 0)[:, None] & (columns
-    | beyond K, the lanes of b hold anything: mask k as well
-& (k < K)[None, :] => & (k >= 0)[None, :]
-    | beyond K, the lanes of a hold anything: mask k as well
-(rows < M)[:, None] & (k < K)[None, :] => (rows < M)[:, None]
-    && (k < K)[:, None] & (columns < N)[None, :] => (columns < N)[None, :]
-    | k has no mask: beyond K, the lanes of a and of b hold anything
-range(0, K, DEPTH) => range(0, K) | the loop goes on by one; a step is DEPTH
-rows[:, None] * N + columns[None, :], total => rows[:, None] * K + columns[None, :], total
-    | the stride of c is wrong: a row of c has N elements
-total, mask=inside) => total) | the store has no mask
-tl.program_id(0) * ROWS => tl.program_id(1) * ROWS
-    && tl.program_id(1) * COLUMNS => tl.program_id(0) * COLUMNS
-    | the two axes of the grid are mixed up
 """
 
 
@@ -544,8 +503,6 @@ first + inside % height, inside // height => first + inside // columns, inside %
     | programs go along the rows of a group; let them go down its columns
 first = program // programs * group => first = program // programs
     | groups begin one row after the other; each has `group` rows
-return first + inside % height, inside // height => return inside // height, first + inside % height
-    | row and column are exchanged
 inside // height => inside // group
     | the last group has fewer rows, and so has each of its columns: divide by its height
 group * columns => group * rows | a group has as many columns as the matrix has; you take its rows
