@@ -16,7 +16,6 @@ from lib.lessons.exercise import check_of, exercise, name_of
 from lib.lessons.flash_attention.kernel_task import (
     KERNEL,
     attention_and_lse,
-    check_kernel,
     draw_for_backward,
 )
 from lib.lessons.flash_attention.solutions_triton import (
@@ -25,7 +24,7 @@ from lib.lessons.flash_attention.solutions_triton import (
     causal_forward,
     flash_forward,
 )
-from lib.lessons.triton.exercises import check_run
+from lib.lessons.triton.kernels import check_kernel, check_run
 from lib.lessons.triton.recorder_triton import watched
 
 KERNELS = {

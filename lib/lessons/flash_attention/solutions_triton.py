@@ -11,7 +11,7 @@ import triton.language as tl
 from lib.lessons.exercise import exercise
 from lib.lessons.flash_attention.kernel_task import (
     KERNEL,
-    KernelTask,
+    AttentionTask,
     draw_for_backward,
     draw_heads,
 )
@@ -20,7 +20,7 @@ from lib.lessons.flash_attention.kernel_task import (
 OUT = {"out": 3, "lse": 2}
 
 
-@exercise("core", draw_heads, harness=KernelTask("k", OUT, is_causal=False, factor=2), **KERNEL)
+@exercise("core", draw_heads, harness=AttentionTask("k", OUT, is_causal=False, factor=2), **KERNEL)
 def flash_forward(
     q_ptr,
     k_ptr,
@@ -71,7 +71,7 @@ tl.where(key[None, :] < n, scores, float("-inf")) => scores
 """
 
 
-@exercise("core", draw_heads, harness=KernelTask("k", OUT), **KERNEL)
+@exercise("core", draw_heads, harness=AttentionTask("k", OUT), **KERNEL)
 def causal_forward(
     q_ptr,
     k_ptr,
@@ -124,7 +124,7 @@ tl.minimum((tl.program_id(0) + 1) * BQ, n) => (tl.program_id(0) + 1) * BQ
 """
 
 
-@exercise("core", draw_for_backward, harness=KernelTask("k", {"grad_q": 3}), **KERNEL)
+@exercise("core", draw_for_backward, harness=AttentionTask("k", {"grad_q": 3}), **KERNEL)
 def backward_queries(
     q_ptr,
     k_ptr,
@@ -175,7 +175,9 @@ grad_q += => grad_q = | each tile of keys overwrites dQ; add to it
 """
 
 
-@exercise("core", draw_for_backward, harness=KernelTask("q", {"grad_k": 3, "grad_v": 3}), **KERNEL)
+@exercise(
+    "core", draw_for_backward, harness=AttentionTask("q", {"grad_k": 3, "grad_v": 3}), **KERNEL
+)
 def backward_keys(
     q_ptr,
     k_ptr,

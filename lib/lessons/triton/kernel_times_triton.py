@@ -93,7 +93,8 @@ def row_candidates(config: KernelTimesConfig) -> dict[str, Callable[[], Tensor]]
     )
     y = torch.empty_like(x)
     kernels = {
-        name: triton.jit(getattr(solutions, name)) for name in ("rms_norm", "softmax", "add_bias")
+        name: triton.jit(getattr(solutions, name).solve)
+        for name in ("rms_norm", "softmax", "add_bias")
     }
     tiles = {"ROWS": 8, "COLUMNS": 256}
     grid = (triton.cdiv(rows, 8), triton.cdiv(width, 256))
