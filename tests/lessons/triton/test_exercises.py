@@ -143,13 +143,6 @@ def test_an_output_is_stored_once():
     assert "store each element once, after the loop that it needs" in verdict_on("matmul", in_loop)
 
 
-def test_exchanged_axes_of_a_grid_are_named():
-    texts = ["rows = tl.program_id(0)", "rows = tl.program_id(1)"]
-    texts += ["columns = tl.program_id(1)", "columns = tl.program_id(0)"]
-    told = verdict_on("transpose", edited(solutions_triton.transpose.solve, *texts))
-    assert "the two axes of the grid are mixed up" in told
-
-
 def test_a_matmul_too_thin_to_compile_is_refused():
     def thin(x, w, bias):
         (M, K), N = x.shape, w.shape[1]
@@ -218,10 +211,6 @@ def with_kernel(old, new):
     names = {"__name__": "edited"}
     exec(compile(code, file, "exec"), names)
     return exercises.launches(names["linear_relu"])
-
-
-def test_layers_with_tiles_of_32_pass():
-    assert verdict(exercises.linear_relu, with_kernel("32", "32")).startswith("right")
 
 
 @pytest.mark.parametrize(
