@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 from lib.core.files import ROOT
 from lib.core.records import read_records
-from lib.lessons.profiling.records import PROFILES, block_on_gpu, place_of, sizes_on_gpu
+from lib.lessons.profiling.records import block_on_gpu, place_of, profile_record, sizes_on_gpu
 from lib.profiling.roofline import Limits, MeasuredOperation
 
-PROFILE = "compiled"
 KERNELS = ROOT / "artifacts/triton_kernels.jsonl"
 
 
@@ -33,7 +30,7 @@ def recorded_limits() -> Limits:
 
 def recorded_kernels() -> dict[str, float]:
     """Kernel -> µs of one call in a training step of gpt2-124m, 32 × 1,024 tokens, bfloat16."""
-    record = json.loads((PROFILES / PROFILE / "summary.json").read_text(encoding="utf-8"))
+    record = profile_record("compiled")
     print(f"kernels of a training step of {record['figures']['model']}, {place_of(record)}")
     return {
         row["name"]: 1e3 * row["ms"] / row["calls"] for row in record["figures"]["kernel_times"]

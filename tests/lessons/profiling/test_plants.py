@@ -18,7 +18,7 @@ PARTS = ("embedding", "attention", "feed-forward", "head", "loss")
 
 @pytest.fixture(scope="module")
 def batch():
-    weights = plain_model.init_weights(CONFIG, seed=0, device="cpu")
+    weights = dict(TransformerLM(CONFIG).named_parameters())
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
     return weights, tokens[:, :-1], tokens[:, 1:]
 
