@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lib.core.files import ROOT
 from lib.core.records import read_records
-from lib.lessons.profiling.records import block_on_gpu, place_of, profile_record, sizes_on_gpu
-from lib.profiling.roofline import Limits, MeasuredOperation
+from lib.lessons.profiling.records import block_on_gpu, place_of, profile_record
+from lib.profiling.roofline import MeasuredOperation
 
 KERNELS = ROOT / "artifacts/triton_kernels.jsonl"
 
@@ -23,11 +23,6 @@ def spread_of_own_kernels() -> dict[str, float]:
     return {figures["name"]: figures["iqr_us"] for figures in found}
 
 
-def recorded_limits() -> Limits:
-    """Return what the recorded GPU reaches in a large bfloat16 matmul and in a large copy."""
-    return block_on_gpu()[0]
-
-
 def recorded_kernels() -> dict[str, float]:
     """Kernel -> µs of one call in a training step of gpt2-124m, 32 × 1,024 tokens, bfloat16."""
     record = profile_record("compiled")
@@ -40,8 +35,3 @@ def recorded_kernels() -> dict[str, float]:
 def recorded_points(*names: str) -> list[MeasuredOperation]:
     """Operations of a block of the same model, by PyTorch."""
     return [point for point in block_on_gpu()[1] if point.name in names]
-
-
-def recorded_additions() -> dict[int, float]:
-    """Numbers in a float32 tensor -> µs of adding 1 to it in place."""
-    return sizes_on_gpu()

@@ -1,6 +1,5 @@
 """The exercises of notebook 06 against independent answers; their mistakes: test_exercise.py."""
 
-import functools
 import runpy
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from lib.lessons.flash_attention import (  # noqa: E402
 )
 from lib.lessons.flash_attention.exercises import KERNELS  # noqa: E402
 from lib.lessons.flash_attention.kernel_task import Tiling  # noqa: E402
-from tests.lessons.remembered import no_overflow_checks, remembered  # noqa: E402
+from tests.lessons.interpreter import no_overflow_checks  # noqa: E402
 
 
 def by_autograd(q, k, v, grad_out, *, is_causal):
@@ -133,14 +132,9 @@ def test_only_one_pass_and_a_written_gradient_are_right(name, attempt, words):
 ALL = tuple(KERNELS)
 
 
-@functools.cache
-def exercise_of(name):
-    return remembered(getattr(exercises, name))
-
-
 def verdict_on(name, attempt):
     with no_overflow_checks():
-        return verdict(exercise_of(name), attempt, seed=0)
+        return verdict(getattr(exercises, name), attempt, seed=0)
 
 
 def wrong(name, *texts):
