@@ -229,6 +229,8 @@ ranks.all_gather(shard).chunk(2) => (ranks.all_gather(part) for part in shard.ch
     torch.cat([ranks.reduce_scatter(whole.flatten()) for whole in wholes])
     | the shard is cut in two and each half gathered, as if it had a slice of each matrix; gather it
     whole, then cut
+return grad_h @ w1, => return (grad_y @ w2) @ w1,
+    | the gradient of x passes where h is not above 0; it takes the ReLU's, too
 """
 
 
