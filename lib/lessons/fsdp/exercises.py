@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.lessons.differences import Named, is_array
+from lib.lessons.differences import Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.fsdp.orders import Costs, Event, play
 from lib.lessons.inputs import choices
@@ -96,46 +96,28 @@ def holds_a_copy(backward: Callable, elements: int, own: Sequence[Tensor]) -> bo
     """Whether `backward` holds as many numbers as one matrix or both have, apart from `own`."""
     addresses = {tensor.data_ptr() for tensor in own}
     return any(
-        size in (elements // 2, elements) and place not in addresses
-        for size, place in sizes_held(backward, set())
+        tensor.numel() in (elements // 2, elements) and tensor.data_ptr() not in addresses
+        for tensor in tensors_held(backward, set())
     )
 
 
-def sizes_held(value: Any, seen: set[int]) -> Iterator[tuple[int, Any]]:
-    """How many numbers each tensor, array, text of bytes or list has that a function holds.
-
-    With each its address, if it has one. Not what is global, as modules and classes are.
-    """
+def tensors_held(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors that a function holds, but not what is global, as modules and classes are."""
     if id(value) in seen or isinstance(value, HELD_BY_ALL):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        yield value.numel(), value.data_ptr()
-    elif is_array(value):
-        yield value.size, value.__array_interface__["data"][0]
-    elif isinstance(value, (bytes, bytearray)):
-        yield len(value) // 4, None
-    else:
-        if isinstance(value, (list, tuple)):
-            yield numbers_in(value), None
-        # of a function, not its globals
-        is_function = isinstance(value, types.FunctionType)
-        parts = (value.__closure__, value.__defaults__) if is_function else gc.get_referents(value)
-        for part in parts:
-            yield from sizes_held(part, seen)
+        yield value
+        return
+    # of a function, not its globals
+    is_function = isinstance(value, types.FunctionType)
+    parts = (value.__closure__, value.__defaults__) if is_function else gc.get_referents(value)
+    for part in parts:
+        yield from tensors_held(part, seen)
 
 
 # What many hold, and no attempt as its own.
 HELD_BY_ALL = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType, Threads)
-
-
-def numbers_in(value: Any) -> int:
-    """The numbers in lists of lists, and in tensors of one shape, such as a matrix's rows."""
-    if isinstance(value, (list, tuple)):
-        shapes = {part.shape for part in value if isinstance(part, Tensor)}
-        rows = [part.numel() for part in value if isinstance(part, Tensor) and len(shapes) == 1]
-        return sum(rows) + sum(map(numbers_in, value))
-    return isinstance(value, (int, float))
 
 
 def three_steps(mlp: Callable, ranks: Any) -> Tensor:
