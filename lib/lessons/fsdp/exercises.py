@@ -306,7 +306,7 @@ def draw_blocks(generator: random.Random, size: int) -> tuple:
 
 def on_a_clock(order: Callable, blocks: int, costs: Costs) -> Named:
     """The order, played; one as fast as the solution's that holds no more is as right."""
-    best, found = play(prefetching(blocks), costs), play(returned(order(blocks)), costs)
+    best, found = play(prefetching(blocks), costs), play(order(blocks), costs)
     return Named(
         {
             "what is wrong": found.fault,
@@ -314,13 +314,6 @@ def on_a_clock(order: Callable, blocks: int, costs: Costs) -> Named:
             "milliseconds": max(found.ms, best.ms),
         }
     )
-
-
-def returned(value: Any) -> Any:
-    """`value`, which must not be None."""
-    if value is None:
-        raise TypeError("the result is None; is a `return` missing?")
-    return value
 
 
 def just_in_time(blocks: int) -> list[Event]:
@@ -412,7 +405,7 @@ def uneven_costs(sizes: Sequence[int]) -> Costs:
 
 def within_a_limit(order: Callable, sizes: Sequence[int], limit: int) -> Named:
     """What is wrong with the order, and whether it keeps to the limit."""
-    found = play(returned(order(sizes, limit)), uneven_costs(sizes), sizes)
+    found = play(order(sizes, limit), uneven_costs(sizes), sizes)
     return Named({"what is wrong": found.fault, "within the limit": found.most <= limit})
 
 
@@ -479,7 +472,7 @@ events.append(("reduce", block)) => pass | gradients are never sent
 
 def bytes_kept(best_size: Callable, layers: int, boundary: int, inside: int) -> Named:
     """Another size that keeps as little is as right."""
-    size = returned(best_size(layers, boundary, inside))
+    size = best_size(layers, boundary, inside)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise TypeError(f"the size must be an int, got {size!r}")
     size = operator.index(size)

@@ -105,10 +105,3 @@ def test_the_links_are_those_fitted_to_the_records(ranks):
     assert (link.latency_us, link.bandwidth_gbs) == pytest.approx(
         (H200_LINKS[ranks].latency_us, H200_LINKS[ranks].bandwidth_gbs), rel=0.005
     )
-
-
-def test_a_step_stands_beside_the_rank_alone_of_its_run():
-    for figures, alone_ms in STEPS:
-        # medians of times, and of their ratios epoch by epoch
-        efficiency = pytest.approx(figures["scaling_efficiency"], abs=0.15)
-        assert alone_ms / figures["median_ms"] == efficiency
