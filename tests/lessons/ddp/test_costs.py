@@ -13,7 +13,8 @@ from lib.lessons.ddp.costs import (
     sent_bytes,
 )
 from lib.model.config import model_preset
-from lib.profiling.collectives import Link
+from lib.model.costs import num_parameters
+from lib.profiling.collectives import Link, predicted_ms
 
 CLUSTER = Cluster(4, Link(2.0, 100.0), Link(10.0, 25.0))
 SHAPE = model_preset("small")
