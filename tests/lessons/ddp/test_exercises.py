@@ -120,14 +120,6 @@ def test_the_broken_function_of_the_notebook_is_first_told_who_waits_for_whom(se
 
 
 def test_the_solution_plans_the_best_of_all_cuts():
-    def sent_after(buckets):
-        layers, sent = 0, 0.0
-        for bucket in buckets:
-            layers += len(bucket)
-            weights = sum(exercises.BOARD[index] for index in bucket)
-            sent = max(sent, 2.0 * layers) + 1.5 + 16e-6 * weights
-        return sent
-
     order = [*reversed(range(len(exercises.BOARD)))]
     ways = []
     for cuts in itertools.product([False, True], repeat=len(order) - 1):
@@ -136,11 +128,8 @@ def test_the_solution_plans_the_best_of_all_cuts():
             if is_cut:
                 buckets.append([])
             buckets[-1].append(index)
-        ways.append(sent_after(buckets))
-    found = plan.solve(list(exercises.BOARD))
-    assert sent_after(found) == pytest.approx(min(ways))
-    # forward takes 1 ms a layer
-    assert exercises.step_ms(plan.solve) == pytest.approx(len(order) + min(ways))
-    # as the notebook says
-    assert exercises.step_ms(exercises.a_quarter_each) == pytest.approx(57.0, abs=0.05)
-    assert 50.3 < exercises.step_ms(plan.solve) < 51.35
+        ways.append(exercises.step_ms(lambda sizes: buckets))  # noqa: B023
+    assert exercises.step_ms(plan.solve) == pytest.approx(min(ways))
+    # what two ranks took on a simulated network, as the notebook says
+    assert exercises.step_ms(exercises.a_quarter_each) == pytest.approx(56.98)
+    assert exercises.step_ms(plan.solve) == pytest.approx(51.26)
