@@ -45,7 +45,6 @@ ORDER = Played(
 COSTS = [{"variant": "a", "costs": [0.1, 0.2, 0.3]}, {"variant": "b", "costs": [-1, 1, 0]}]
 PATHS = {"momentum": torch.rand(9, 3, 2), "AdamW": torch.rand(9, 3, 2)}
 BAND = {"steps": [1, 2], "low": [3.0, 2.0], "high": [4.0, 3.0]}
-DECAY = {"Added": torch.rand(9, 2), "Decoupled": torch.rand(9, 2)}
 SPEEDS = {"forward": {"ours": {1024: 3.0, 2048: 4.0}, "cuDNN": {1024: 2.0}}}
 TILES = pd.DataFrame(
     [
@@ -69,7 +68,6 @@ FIGURES = {
     "differences": lambda: show_differences(COSTS),
     "paths": lambda: training.show_paths(PATHS, torch.tensor([1.0, 9.0])),
     "band": lambda: training.show_band({1: 3.5, 2: 2.5}, BAND, levels={"bigram": 2.2}, first=1),
-    "decay": lambda: training.show_decay(DECAY, [0.1, 1.0], torch.rand(9)),
     "broken runs": lambda: training.show_broken_runs(read_broken_runs(), 1.0),
     "samples": lambda: profiling.show_samples(
         [3.0, 1.0, 2.0], title="Steps", measurement=Measurement("ok", (3.0, 1.0, 2.0))

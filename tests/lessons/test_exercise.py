@@ -25,7 +25,7 @@ from lib.lessons.mesh import context as mesh_context
 from lib.lessons.ranks import Threads
 from lib.lessons.tokenizer.exercises import encode_ranked, merge
 from lib.tokenizer.bpe import merge_pair
-from tests.lessons.remembered import no_overflow_checks, remembered
+from tests.lessons.interpreter import no_overflow_checks
 from tests.lessons.speedrun.toy import plain_on_paper, race_on_paper
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ CHECKED = {
     for name, value in vars(topic).items()
     if isinstance(value, Exercise)
 }
-OF_KERNELS = [name for name in CHECKED if type(CHECKED[name].harness).__name__ == "KernelTask"]
+OF_KERNELS = [name for name in CHECKED if hasattr(CHECKED[name].harness, "compiled")]
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 
@@ -129,14 +129,12 @@ def test_the_solution_passes_each_mistake_is_named_and_a_stub_is_not_attempted(n
 
     # the interpreter needs a stub's own arguments: those of kernels are tried in their cells
     assert is_kernel or verdict(exercise, stub) == NOT_ATTEMPTED
-    # kernels are slow in the interpreter, so each runs once on an input
-    tried = remembered(exercise) if is_kernel else exercise
-    wrong = tried.wrong_functions()
+    wrong = exercise.wrong_functions()
     assert wrong
     # more inputs, if one mistake is not told from another
     trials = [min(exercise.trials, most) for most in (2, 15, exercise.trials)]
-    fewer = [dataclasses.replace(tried, trials=number) for number in trials]
-    assert verdict(fewer[1], tried.solve).startswith("right: as expected")
+    fewer = [dataclasses.replace(exercise, trials=number) for number in trials]
+    assert verdict(fewer[1], exercise.solve).startswith("right: as expected")
     with no_overflow_checks():
         for sentence, mistake in wrong.items():
             assert any(says_which(few, sentence, mistake) for few in fewer), sentence

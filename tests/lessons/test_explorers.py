@@ -1,10 +1,13 @@
 """Every explorer of the lessons: its controls change what it shows; stills where none moves."""
 
+import functools
+
 import numpy as np
 import pytest
 
+from lib.ddp.wrappers import wrap
 from lib.lessons.ddp.explorers import network_explorer, ring_stepper
-from lib.lessons.ddp.stack import Layers, bucketed
+from lib.lessons.ddp.stack import Layers
 from lib.lessons.flash_attention.explorers import softmax_stepper
 from lib.lessons.model.explorers import attention_explorer, rope_slider
 from lib.lessons.show import merge_stepper
@@ -18,7 +21,7 @@ MEMORY = ("own sizes", 8, "bfloat16 parameters", "zero1", 4, 256, "off")
 
 
 def buckets(elements: int):
-    return bucketed([[3], [2], [1], [0]] if elements == 10 else [[3, 2], [1, 0]])
+    return functools.partial(wrap, "flashddp", bucket_cap_mb=4 * elements / 2**20)
 
 
 # explorer -> how to make it from a model and its tokenizer, and how many settings a page shows

@@ -7,8 +7,9 @@ import nbformat
 import pytest
 
 from lib.core.files import ROOT
-from lib.lessons.ddp.records import compiled_speeds
-from lib.lessons.fsdp.records import flops_per_s
+from lib.core.hardware import peak
+from lib.core.records import records
+from lib.lessons.profiling.records import block_on_gpu
 from lib.tools.publish.plan import find_notebooks
 
 
@@ -52,5 +53,7 @@ def test_the_two_speeds_of_an_h200_are_those_that_the_page_tells_apart():
     said = "large matmul, 783 TFLOP/s. Notebook 08 took the 421"
     cells = nbformat.read(ROOT / "notebooks/10_fsdp.ipynb", as_version=4).cells
     assert said in " ".join(" ".join(cell.source for cell in cells).split())
-    assert round(flops_per_s() / 1e12) == 783
-    assert round(compiled_speeds()["large"] / 1e12) == 421
+    assert round(block_on_gpu()[0].flops_per_s / 1e12) == 783
+    how = {"dtype": "bfloat16", "compile": True, "seq_len": 1024, "attention_kernel": "sdpa"}
+    step = records("step_benchmark", model="large", mode="full_step", **how).iloc[-1]
+    assert round(step["mfu"] * peak(step["device"]).bfloat16 / 1e12) == 421

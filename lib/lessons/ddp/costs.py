@@ -147,21 +147,17 @@ H200_LINKS = {2: Link(13.2, 318.0), 4: Link(6.7, 374.0)}
 H200_INTERFERENCE = Interference(hidden=0.42, computing=0.051)
 
 
-def _cluster(network_gbit: float) -> Cluster:
-    """Hosts of eight H200s on NVLink, each with a network of `network_gbit` Gbit/s.
-
-    Inside, the link is that of four H200s: eight were not measured.
-    """
-    return Cluster(8, H200_LINKS[4], Link(NETWORK_US, network_gbit / 8))
-
-
-# By the network of a host. A DGX H200 has eight cards of 400 Gbit/s (NVIDIA, DGX H100/H200 user
-# guide).
+# Hosts of eight H200s on NVLink, by the network of a host in Gbit/s. Inside, the link is that of
+# four H200s: eight were not measured. A DGX H200 has eight cards of 400 Gbit/s (NVIDIA, DGX
+# H100/H200 user guide).
 CLUSTERS = {
-    "8 × 400 Gbit/s": _cluster(3200),
-    "400 Gbit/s": _cluster(400),
-    "100 Gbit/s": _cluster(100),
-    "10 Gbit/s": _cluster(10),
+    name: Cluster(8, H200_LINKS[4], Link(NETWORK_US, gbit / 8))
+    for name, gbit in {
+        "8 × 400 Gbit/s": 3200,
+        "400 Gbit/s": 400,
+        "100 Gbit/s": 100,
+        "10 Gbit/s": 10,
+    }.items()
 }
 
 
@@ -172,7 +168,6 @@ def predict_step(
     *,
     alone_ms: float,
     passes: int = 1,
-    overlap: bool = True,
     interference: Interference = Interference(),
 ) -> ScalingPrediction:
     """Predict a step of a model of `shape` on `ranks` GPUs, between which gradients use `link`.
@@ -199,7 +194,6 @@ def predict_step(
             backward_ms=backward_ms,
             other_ms=alone_ms - backward_ms,
             buckets=count,
-            overlap=overlap,
             interference=interference,
         )
         for count in sorted(counts)

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.ddp.launcher import launch
 from lib.lessons.ddp import attempts
-from lib.lessons.ddp.stack import Layers, bucketed, time_steps
 from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import choices, ints, lists
@@ -80,6 +78,12 @@ if step < n - 1 else arrived =>
 range(2 * (n - 1)) => range(n - 1)
     | the second half is missing: each rank has one whole sum, and sends it around
 torch.cat(chunks)[: len(tensor)] => torch.cat(chunks) | the padding is still there; cut it off
+torch.cat(chunks)[: len(tensor)] => torch.cat(chunks)[: len(tensor)] / n
+    | you return the mean over the ranks; return the sum
+arrived + chunks[into] => arrived + chunks[out]
+    | what arrives is added to the chunk just sent; add it to the chunk of its own number
+if step < n - 1 else => if step < n else
+    | the first whole sum that arrives is added, too; from step n - 1 on it replaces what was there
 """
 
 
@@ -110,6 +114,10 @@ messages / n * num_bytes => num_bytes
 messages * latency_us => latency_us | the latency counts once; every step waits for it
 / 1e3 => | the latency is left in µs; the result is in ms
 1e6) => 1e6 / 8) | the bandwidth is in bits; it is GB/s, of bytes
+2 * (n - 1) => 2 * n | each half takes n steps; after n - 1 of them it is done
+1e6) => 1e9) | bytes over bytes a second are seconds; the result is in ms
+messages * latency_us => messages / n * latency_us
+    | the latency is divided by n; a smaller chunk waits as long for it
 """
 
 
@@ -439,14 +447,22 @@ while len(works) < len(buckets) and => if len(works) < len(buckets) and
     | a gradient sends at most one bucket (`if` in place of `while`); it may also release full
     buckets that waited for an earlier one
 arrived.clear() => pass | what arrived in one step still counts in the next
+functools.partial(hook, index) => lambda param: hook(index, param)
+    | all hooks act as the last parameter's: a function made in a loop sees the loop variable's
+    final value, unless functools.partial keeps the present one
+        works.clear() => pass
+    | buckets of one step count as sent in the next; forget what was sent
+part.view_as(params[i]) => part.view_as(params[i]) if params[i].grad is not None else None
+    | a parameter without a gradient on this rank stays without; it gets the mean, too
+arrived.issuperset(buckets[len(works)]) => len(arrived) == len(params)
+    | nothing is sent before the last gradient has arrived, so nothing overlaps
 """
 
 
 # A plan of buckets
 
-# A table of embeddings comes first, and a head last; 100 Gb Ethernet is slow beside this model.
-BOARD = Layers((800_000, *[60_000] * 10, 300_000), forward=1.0, backward=2.0)
-BOARD_NETWORK = Network(Link(750.0, 0.25), clock="virtual")
+# The weights of each layer: a table of embeddings comes first, and a head last.
+BOARD = (800_000, *[60_000] * 10, 300_000)
 
 
 def in_order(planner: Callable, sizes: list[int]) -> list[int]:
@@ -470,10 +486,12 @@ def a_quarter_each(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def step_ms(planner: Callable) -> float:
-    """The step of a fixed stack on two ranks, with the buckets that a function plans."""
-    maker = bucketed(planner(list(BOARD.sizes)))
-    steps = launch(time_steps, 2, {"": maker}, {"": BOARD_NETWORK}, BOARD, backend="gloo")
-    return max(step["", ""].step_ms for step in steps)
+    """The step of a fixed stack, with the buckets that a function plans, played on a clock."""
+    now, network = 1.0 * len(BOARD), 0.0  # forward has run
+    for bucket in planner(list(BOARD)):
+        now += 2.0 * len(bucket)  # backward, until the bucket is full
+        network = max(now, network) + 1.5 + 16e-6 * sum(BOARD[index] for index in bucket)
+    return network
 
 
 @exercise(

@@ -27,7 +27,7 @@ from lib.core.allocator import synchronize
 from lib.core.files import ROOT, make_folder
 from lib.core.records import append_record, new_record
 from lib.core.settings import require
-from lib.ddp.process_group import current_device, gather_objects, rank, world_size
+from lib.ddp.process_group import current_device, rank, world_size
 from lib.lessons.profiling.records import newest_records
 from lib.model.config import model_preset
 from lib.model.transformer import TransformerLM
@@ -61,9 +61,6 @@ class GPUStep:
     step_ms: float
     """A step of many, without the profiler."""
 
-    host_ms: float
-    """Until the host has launched a step, without the profiler."""
-
     timeline: Timeline
 
 
@@ -72,9 +69,8 @@ def recorded_steps(folder: Path = FOLDER) -> list[GPUStep]:
     found = {record["config"]["name"]: record for record in newest_records(folder / RECORDS.name)}
     steps = []
     for name in filter(found.get, WRAPPERS):
-        figures = found[name]["figures"]
         timeline = step_timeline(read_trace(folder / name / STEP_TRACE), STEP)
-        steps.append(GPUStep(name, figures["step_ms"], figures["host_ms"], timeline))
+        steps.append(GPUStep(name, found[name]["figures"]["step_ms"], timeline))
     return steps
 
 
@@ -149,34 +145,26 @@ def _measure(
         for _ in range(WARMUP_STEPS):
             step(tokens, LEARNING_RATE)
         step.read_log()
-        times, host_times = [], []
-        for _ in range(ROUNDS):
-            step_ms, host_ms = _time_round(step, tokens, hosts)
-            times.append(step_ms)
-            host_times.append(host_ms)
+        times = [_time_round(step, tokens, hosts) for _ in range(ROUNDS)]
         _trace(step, tokens, hosts, folder / name if rank() == 0 else None)
     return {
         "step_ms": statistics.median(times),
         "all_step_ms": times,
-        "host_ms": statistics.median(host_times),
-        "host_ms_by_rank": gather_objects(statistics.median(host_times)),
         "parameters": sum(param.numel() for param in model.parameters()),
     }
 
 
-def _time_round(step: TrainStep, tokens: Tensor, hosts: dist.ProcessGroup) -> tuple[float, float]:
-    """Milliseconds of a step, and of launching one on an idle GPU."""
+def _time_round(step: TrainStep, tokens: Tensor, hosts: dist.ProcessGroup) -> float:
+    """Milliseconds of a step."""
     synchronize(step.device)
     dist.barrier(hosts)
     start = time.perf_counter()
-    step(tokens, LEARNING_RATE)
-    launched = time.perf_counter()
-    for _ in range(TIMED_STEPS - 1):
+    for _ in range(TIMED_STEPS):
         step(tokens, LEARNING_RATE)
     synchronize(step.device)
     end = time.perf_counter()
     step.read_log()
-    return 1e3 * (end - start) / TIMED_STEPS, 1e3 * (launched - start)
+    return 1e3 * (end - start) / TIMED_STEPS
 
 
 def _trace(step: TrainStep, tokens: Tensor, hosts: dist.ProcessGroup, folder: Path | None) -> None:

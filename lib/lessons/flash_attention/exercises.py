@@ -16,7 +16,6 @@ from lib.lessons.exercise import check_of, exercise, name_of
 from lib.lessons.flash_attention.kernel_task import (
     KERNEL,
     attention_and_lse,
-    check_kernel,
     draw_for_backward,
 )
 from lib.lessons.flash_attention.solutions_triton import (
@@ -25,7 +24,7 @@ from lib.lessons.flash_attention.solutions_triton import (
     causal_forward,
     flash_forward,
 )
-from lib.lessons.triton.exercises import check_run
+from lib.lessons.triton.kernels import check_kernel, check_run
 from lib.lessons.triton.recorder_triton import watched
 
 KERNELS = {
@@ -191,33 +190,11 @@ tiled_forward.mistakes = """
 shrink[:, None] * O => O | the output so far is not rescaled when the maximum grows
 shrink * l + => l +
     | the sum so far is not rescaled when the maximum grows; it needs the same factor as the output
-shrink * l + => l + && shrink[:, None] * O => O
-    | neither the sum nor the output so far is rescaled when the maximum grows
-S - new_m[:, None] => S - S.amax(1)[:, None]
-    | the tile's exponentials are relative to its own maximum; use the maximum so far
-torch.maximum(m, S.amax(1)) => S.amax(1)
-    | the maximum is that of the tile alone, so the factor exp(old maximum - new maximum) can
-    overflow; keep the larger of it and the one so far
-q.new_full((len(Q),), -math.inf) => q.new_zeros(len(Q))
-    | the maximum starts at 0, which is too large for rows of scores far below; start at -inf
 m = new_m => pass | the maximum is not carried on: the next tile needs m = new_m
-torch.exp(m - new_m) => torch.exp(new_m - m)
-    | the earlier sums are rescaled the wrong way round; the factor is exp(old maximum - new
-    maximum)
-torch.exp(S - new_m[:, None]), torch.exp(m - new_m) => torch.exp(S), torch.ones_like(m)
-    && m + torch.log(l) => torch.log(l)
-    | no maximum is subtracted inside exp, so large scores overflow
 S.amax(1) => S.max()
     | the maximum is that of the whole tile; each row has its own, S.amax(1)
 / math.sqrt(D)  # (BQ, BK) => | the scores are not divided by the root of D
-math.sqrt(D)  # (BQ, BK) => D | the scores are divided by D; it is its root
-P @ V => P @ V / l[:, None] && O / l[:, None] => O
-    | each tile is divided by the sum so far; divide the output once, at the end
-O / l[:, None] => O | the division by the sum at the end is missing
 m + torch.log(l) => torch.log(l) | lse lacks the maximum: it is m + log(l)
-m + torch.log(l) => l | lse is the sum itself; it is m + log(l)
-k[j : j + BK], v[j : j + BK] => k, v && range(0, n, BK) => range(1)
-    | a tile of queries meets all keys at once, so its scores grow with n; loop over tiles of keys
 """
 
 
@@ -257,32 +234,18 @@ def tiled_backward(
 
 
 tiled_backward.mistakes = """
-- delta[i : i + BQ, None] => + delta[i : i + BQ, None]
-    | delta is added; dS is P ∘ (dP - delta)
 - delta[i : i + BQ, None] => | delta is missing: dS is P ∘ (dP - delta)
 delta[i : i + BQ, None] => (P * (dO @ V.T)).sum(1)[:, None]
     | delta is summed over the keys of a tile; rowsum(dO ∘ O) covers the whole row
-dS @ K / math.sqrt(D) => dS @ K
-    | dQ is not divided by the root of D; the scale comes once in the scores, and once at the end
-dS.T @ Q / math.sqrt(D) => dS.T @ Q
-    | dK is not divided by the root of D; the scale comes once in the scores, and once at the end
 dS @ K / math.sqrt(D) => dS @ K && dS.T @ Q / math.sqrt(D) => dS.T @ Q
     | neither dQ nor dK is divided by the root of D; the scale comes in the scores, and once more
     at the end
-Q @ K.T / math.sqrt(D) => Q @ K.T
-    | the scores are not divided by the root of D, as they were in the forward pass
-- lse[i : i + BQ, None] => | lse is missing: P is exp(S - lse)
 torch.exp(Q @ K.T / math.sqrt(D) - lse[i : i + BQ, None]) =>
     torch.softmax(Q @ K.T / math.sqrt(D), 1)
     | P is a softmax over the keys of a tile; exp(S - lse) has the sum of the whole row
 grad_q[i : i + BQ] += => grad_q[i : i + BQ] = | each tile of keys overwrites dQ; add to it
 grad_k[j : j + BK] += => grad_k[j : j + BK] = && grad_v[j : j + BK] += => grad_v[j : j + BK] =
     | each tile of queries overwrites dK and dV; add to them
-return grad_q, grad_k, grad_v => return grad_q, grad_v, grad_k
-    | dK and dV are exchanged; dS gives dK, and P gives dV
-P.T @ dO => P @ dO | P is not transposed; dV is Pᵀ dO
-P.T @ dO => dS.T @ dO | dV comes from dS; it is Pᵀ dO
-dS.T @ Q => P.T @ Q | P multiplies the queries; dK is dSᵀ Q
 """
 
 
@@ -344,10 +307,7 @@ grad_out.contiguous() => grad_out
 lse, delta) => delta, lse) | lse and delta are passed in each other's place
 return grad_q, grad_k, grad_v => return grad_q, grad_v, grad_k
     | dK and dV are exchanged: the kernel fills dK first
-return grad_q, grad_k, grad_v => return grad_k, grad_v, grad_q
-    | the gradients are not in the order of q, k and v
 D**-0.5 => 1.0 | the scale is missing: it is 1 over the root of D
-D**-0.5 => D**0.5 | the scale is the root of D; it is 1 over that
 (-(-n // 16), heads) => (heads, -(-n // 16))
     | the axes of the grid are exchanged: tiles come first, then heads
 """

@@ -1,13 +1,10 @@
-"""A kernel as an answer: how it is launched on random inputs, watched, compared and compiled.
+"""The kernels of attention as answers: their inputs, their launch, and the tiles that they load.
 
-Kernels are run by Triton's interpreter, and compiled as well where there is a GPU. An access out of
-bounds, an element that two programs store, and a tile that the causal mask hides but that is
-loaded, are errors.
+A tile that the causal mask hides, but that is loaded, is an error.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections import Counter
@@ -17,15 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lib.lessons.differences import Named, first_difference
-from lib.lessons.exercise import Exercise, report, result_of, verdict
-from lib.lessons.triton.exercises import (
-    Launch,
-    compile_error_lines,
-    compile_launch,
-    not_jitted,
-)
-from lib.lessons.triton.recorder_triton import Run, plain, watch
+from lib.lessons.triton.kernels import KernelTask, Launch
+from lib.lessons.triton.recorder_triton import Run
 
 
 class Tiling(NamedTuple):
@@ -65,8 +55,8 @@ PASSING = {"k": ("k", "v"), "q": ("q", "grad_out")}
 
 
 @dataclass(frozen=True)
-class KernelTask:
-    """How a kernel is launched and run: the harness of its exercise."""
+class AttentionTask(KernelTask):
+    """How a kernel of attention is launched: its inputs end with a Tiling."""
 
     passing: str
     """The tensor whose tiles pass by in its loop."""
@@ -79,21 +69,27 @@ class KernelTask:
     factor: float = 1.0
     """At a head_dim below 64 the scale is this many times the usual one: none can ignore it."""
 
-    def plan(self, tiling: Tiling, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
-        """The launch on `tensors`, (heads, n, D) or (heads, n), and the results, full of NaN."""
+    def plan(self, *given: Any) -> Launch:
+        """The launch on tensors, (heads, n, D) or (heads, n), with a Tiling."""
+        *tensors, tiling = given
         heads, n, head_dim = tensors[0].shape
-        stored = [
-            tensors[0].new_full(
+        results = {
+            name: tensors[0].new_full(
                 (heads, n, head_dim)[:ndim],
                 math.nan,
                 dtype=tensors[0].dtype if ndim == 3 else torch.float32,
             )
-            for ndim in self.results.values()
-        ]
+            for name, ndim in self.results.items()
+        }
         tile = tiling.BQ if self.passing == "k" else tiling.BK
-        arguments = (*tensors, *stored, n, self.scale(head_dim))
+        arguments = (*tensors, *results.values(), n, self.scale(head_dim))
         sizes = {"D": head_dim, **tiling._asdict()}
-        return Launch(stored[0], (-(-n // tile), heads), arguments, sizes), stored
+        return Launch(results, (-(-n // tile), heads), arguments, sizes)
+
+    def to_compile(self, *given: Any) -> Launch:
+        """With q, k, v and gradients in 16 bits."""
+        *tensors, tiling = given
+        return self.plan(*(x.bfloat16() if x.ndim == 3 else x for x in tensors), tiling)
 
     def scale(self, head_dim: int) -> float:
         """The argument `scale`; the usual one at 64, for which large scores are drawn."""
@@ -109,9 +105,10 @@ class KernelTask:
         first = tile * tiling.BK
         return sum(min(query + tiling.BQ, n) > first for query in range(0, n, tiling.BQ))
 
-    def refuse_more_tiles(self, run: Run, n: int, tiling: Tiling) -> None:
-        """ValueError if a program loads more tiles than have a visible pair, or one twice."""
-        heads = run.grid[1]
+    def refuse(self, run: Run, launch: Launch, *given: Any) -> None:
+        """ValueError, too, if a program loads more tiles than have a visible pair, or one twice."""
+        super().refuse(run, launch, *given)
+        heads, n, tiling = run.grid[1], given[0].shape[1], given[-1]
         for name in PASSING[self.passing]:
             loaded = Counter(access.program for access in run.of("load", name))
             for program, count in sorted(loaded.items()):
@@ -126,31 +123,6 @@ class KernelTask:
                         f"program {program_and_head} loads {count} tiles of {name}{words}"
                     )
 
-    def __call__(self, kernel: Any, *given: Any) -> Named:
-        """The results by name; `given` ends with a Tiling.
-
-        Raises:
-            ValueError: nothing is stored in one of the results, or a tile that the mask hides is
-                loaded.
-        """
-        *tensors, tiling = given
-        launch, stored = self.plan(tiling, *tensors)
-        # a check wraps it
-        kernel = inspect.unwrap(kernel)
-        run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
-        for name in self.results:
-            if not run.of("store", name):
-                raise ValueError(f"nothing is stored in {name}")
-        self.refuse_more_tiles(run, tensors[0].shape[1], tiling)
-        return Named(zip(self.results, stored))
-
-    def compiled(self, kernel: Any, *given: Any) -> Named:
-        """The results of the compiled kernel, on a GPU."""
-        *tensors, tiling = given
-        launch, stored = self.plan(tiling, *(x.cuda() for x in tensors))
-        kernel[launch.grid](*launch.arguments, **launch.options)
-        return Named(zip(self.results, stored))
-
 
 def show_sizes(q: Tensor, *others: Any) -> str:
     """The sizes of a trial."""
@@ -161,77 +133,6 @@ def show_sizes(q: Tensor, *others: Any) -> str:
 
 # What the exercises have in common.
 KERNEL = {"trials": len(CASES), "seconds": 20, "show": show_sizes}
-
-
-def check_kernel(exercise: Exercise, kernel: Any) -> Any:
-    """Print the verdict on `kernel`; return it if it is right, else the solution.
-
-    What the interpreter runs need not compile: to be right, a kernel must also compile for an A100,
-    with q, k, v and gradients in 16 bits, and be right on a GPU if one is there.
-    """
-    import triton
-
-    task: Any = exercise.harness
-    solution = triton.jit(exercise.solve)
-    if not_jitted(kernel, exercise.tier):
-        return solution
-    # the function itself, so that an error names its line
-    text = verdict(exercise, plain(kernel))
-    if result_of(text) == "passed":
-        *given, tiling = inputs = exercise.draw(random.Random(0), 1)
-        launch, _ = task.plan(tiling, *(x.bfloat16() if x.ndim == 3 else x for x in given))
-        text = with_compilation(text, kernel, launch)
-        if torch.cuda.is_available() and result_of(text) == "passed":
-            found, expected = task.compiled(kernel, *inputs), task(exercise.solve, *inputs)
-            if words := first_difference(found, expected):
-                text = f"not yet: right in the interpreter, but not on this GPU\n  {words}"
-    if result_of(text) == "failed":
-        cures = [cure for sign, cure in CURES.items() if sign in text]
-        text = "\n  ".join([text, *cures, *([ROUNDS] if rounds_float32(kernel) else [])])
-    report(text, plain(kernel).__name__, exercise.tier)
-    return kernel if result_of(text) == "passed" else solution
-
-
-TILES_ARE_TRITONS = "tiles are Triton's: `tl.exp`, `tl.log`, `tl.where`, not PyTorch's or Python's"
-WHERE = "a tile is not changed in place: `tl.where(condition, a, b)` makes a new one"
-# An error of Triton's interpreter or compiler -> the cure.
-CURES = {
-    "does not support item assignment": WHERE,
-    "no attribute 'masked_fill'": WHERE,
-    "must be Tensor, not tensor": TILES_ARE_TRITONS,
-    "got (tensor": TILES_ARE_TRITONS,
-    "can only convert an array of size 1": TILES_ARE_TRITONS,
-    "incompatible dimensions": "two shapes do not go together: `x[:, None]` goes with its rows,"
-    " `x[None, :]` with its columns; pointers, mask and values have one shape",
-    "equal reduction dimensions": "the columns of a are the rows of b in `tl.dot(a, b)`: "
-    "`tl.trans` turns a tile on its side",
-    "is not string": "take out the `print`",
-    "Loop-carried variable": "start with a tile of its shape, in `tl.float32`: "
-    "`tl.full((BQ,), …)` or `tl.zeros(…)`",
-    "unsupported AST node type: Break": "Triton has no `break`: put the end into `range(…)`",
-    "unsupported AST node type: Continue": "Triton has no `continue`: put the end into `range(…)`",
-    "Both operands must be same dtype": "cast the factor in float32 to the type of the "
-    "other: `p.to(v.dtype)`, and dS likewise",
-}
-
-
-def with_compilation(text: str, kernel: Any, launch: Launch) -> str:
-    """The verdict `text` with registers, or "not yet" and the reason if it does not compile."""
-    try:
-        made = compile_launch(kernel, launch)
-    except Exception as error:
-        line = "not yet: right in the interpreter, but for bfloat16 it does not compile"
-        return "\n  ".join([line, *compile_error_lines(error)])
-    return f"{text}\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
-
-
-ROUNDS = 'on a GPU, and here too, `tl.dot` rounds float32 unless it has input_precision="ieee"'
-
-
-def rounds_float32(kernel: Any) -> bool:
-    """Whether a kernel's source has a `tl.dot` without a precision."""
-    source = inspect.getsource(plain(kernel))
-    return source.count("tl.dot(") > source.count("input_precision")
 
 
 def draw_heads(generator: random.Random, size: int) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from lib.lessons.exercise import exercise
 from lib.lessons.flash_attention.kernel_task import (
     KERNEL,
-    KernelTask,
+    AttentionTask,
     draw_for_backward,
     draw_heads,
 )
@@ -20,7 +20,7 @@ from lib.lessons.flash_attention.kernel_task import (
 OUT = {"out": 3, "lse": 2}
 
 
-@exercise("core", draw_heads, harness=KernelTask("k", OUT, is_causal=False, factor=2), **KERNEL)
+@exercise("core", draw_heads, harness=AttentionTask("k", OUT, is_causal=False, factor=2), **KERNEL)
 def flash_forward(
     q_ptr,
     k_ptr,
@@ -60,38 +60,18 @@ flash_forward.mistakes = """
 out * shrink[:, None] => out | the output so far is not rescaled when the maximum grows
 l * shrink + => l +
     | the sum so far is not rescaled when the maximum grows; it needs the same factor as the output
-l * shrink + => l + && out * shrink[:, None] => out
-    | neither the sum nor the output so far is rescaled when the maximum grows
-scores - new_m[:, None] => scores - tl.max(scores, 1)[:, None]
-    | the tile's exponentials are relative to its own maximum; use the maximum so far
 m - new_m) => new_m - m)
     | all is NaN because the earlier sums are rescaled the wrong way round (the factor is exp(old
     maximum - new maximum)), or a mask is multiplied by infinity (0 · inf is NaN; use tl.where)
-tl.maximum(m, tl.max(scores, 1)) => tl.max(scores, 1)
-    | the maximum is that of the tile alone; keep the larger of it and the one so far, with
-    tl.maximum, as Python's max cannot compare tiles number by number
-tl.full((BQ,), float("-inf"), tl.float32) => tl.zeros((BQ,), tl.float32)
-    | the maximum starts at 0, which is too large for rows of scores far below; start at -inf
 m = new_m => pass | the maximum is not carried on: the next tile needs m = new_m
-* scale  # (BQ, BK) => # (BQ, BK) | the scores are not scaled
 * scale  # (BQ, BK) => * (1 / tl.sqrt(float(D)))  # (BQ, BK)
     | the argument scale is not used; here it is not 1 over the root of D
-tl.exp(scores - new_m[:, None]), tl.exp(m - new_m) =>
-    tl.exp(scores), tl.full((BQ,), 1.0, tl.float32)
-    && m + tl.log(l) => tl.log(l)
-    | no maximum is subtracted inside exp, so large scores overflow
-tl.max(scores, 1) => tl.max(scores)
-    | the maximum is that of the whole tile; each row has its own, tl.max(scores, 1)
-(head + key[:, None]) * D => key[:, None] * D
-    | the keys and values are those of the first head: their rows begin at `head`, too
 tl.where(key[None, :] < n, scores, float("-inf")) => scores
     | keys beyond the last have a score of 0, and exp(0) is 1; give them -inf
-out / l[:, None] => out | the division by the sum at the end is missing
-m + tl.log(l) => tl.log(l) | lse lacks the maximum: it is m + log(l)
 """
 
 
-@exercise("core", draw_heads, harness=KernelTask("k", OUT), **KERNEL)
+@exercise("core", draw_heads, harness=AttentionTask("k", OUT), **KERNEL)
 def causal_forward(
     q_ptr,
     k_ptr,
@@ -144,7 +124,7 @@ tl.minimum((tl.program_id(0) + 1) * BQ, n) => (tl.program_id(0) + 1) * BQ
 """
 
 
-@exercise("core", draw_for_backward, harness=KernelTask("k", {"grad_q": 3}), **KERNEL)
+@exercise("core", draw_for_backward, harness=AttentionTask("k", {"grad_q": 3}), **KERNEL)
 def backward_queries(
     q_ptr,
     k_ptr,
@@ -184,23 +164,20 @@ def backward_queries(
 
 
 backward_queries.mistakes = """
-- delta[:, None] => + delta[:, None] | delta is added; dS is P ∘ (dP - delta)
 - delta[:, None] => | delta is missing: dS is P ∘ (dP - delta)
 grad_p - delta[:, None] => grad_p - tl.sum(p * grad_p, 1)[:, None]
     | delta is summed over the keys of this tile; the one that is loaded covers the whole row
 p = tl.where(key[None, :] <= query[:, None], p, 0.0) => pass
     | there is no mask; hidden weights are 0
-key[None, :] <= query => key[None, :] >= query | the mask is turned around: it hides earlier keys
 - lse[:, None] => | lse is missing: P is exp(S - lse)
-tl.trans(v) => tl.trans(k) | dP is of the keys; it is dO Vᵀ
 grad_q * scale => grad_q | dQ is not scaled: S is scale · Q Kᵀ
-* scale  # (BQ, BK) => # (BQ, BK) | the scores are not scaled, as they were in the forward pass
 grad_q += => grad_q = | each tile of keys overwrites dQ; add to it
-range(0, end, BK) => range(0, n, BK) | tiles behind the diagonal are loaded too
 """
 
 
-@exercise("core", draw_for_backward, harness=KernelTask("q", {"grad_k": 3, "grad_v": 3}), **KERNEL)
+@exercise(
+    "core", draw_for_backward, harness=AttentionTask("q", {"grad_k": 3, "grad_v": 3}), **KERNEL
+)
 def backward_keys(
     q_ptr,
     k_ptr,
@@ -243,22 +220,14 @@ def backward_keys(
 
 
 backward_keys.mistakes = """
-range(first // BQ * BQ, n, BQ) => range(0, n, BQ)
-    | tiles of queries before the diagonal are loaded too; none of them sees these keys
 range(first // BQ * BQ, n, BQ) => range(tl.program_id(0) * BQ, n, BQ)
     | the loop starts at i * BQ; the keys of program i start at i * BK
 key[:, None] <= query[None, :] => key[:, None] >= query[None, :]
     | the mask is that of (queries, keys); these scores are (keys, queries)
-p = tl.where(key[:, None] <= query[None, :], p, 0.0) => pass
-    | there is no mask; hidden weights are 0
 - lse[None, :] => | lse is missing: P is exp(S - lse)
-- delta[None, :] => + delta[None, :] | delta is added; dS is P ∘ (dP - delta)
-- delta[None, :] => | delta is missing: dS is P ∘ (dP - delta)
 grad_k * scale => grad_k | dK is not scaled: S is scale · Q Kᵀ
 grad_v, mask => grad_v * scale, mask | dV is scaled too; no scale is between O and V
-* scale  # (BK, BQ) => # (BK, BQ) | the scores are not scaled, as they were in the forward pass
 grad_k_ptr + k_rows, grad_k * scale => grad_k_ptr + k_rows, grad_v
     && grad_v_ptr + k_rows, grad_v, => grad_v_ptr + k_rows, grad_k * scale,
     | dK and dV are exchanged; dS gives dK, and P gives dV
-grad_v += => grad_v = | each tile of queries overwrites dV; add to it
 """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.lessons.differences import Named, is_array
+from lib.lessons.differences import Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.fsdp.orders import Costs, Event, play
 from lib.lessons.inputs import choices
@@ -96,46 +96,28 @@ def holds_a_copy(backward: Callable, elements: int, own: Sequence[Tensor]) -> bo
     """Whether `backward` holds as many numbers as one matrix or both have, apart from `own`."""
     addresses = {tensor.data_ptr() for tensor in own}
     return any(
-        size in (elements // 2, elements) and place not in addresses
-        for size, place in sizes_held(backward, set())
+        tensor.numel() in (elements // 2, elements) and tensor.data_ptr() not in addresses
+        for tensor in tensors_held(backward, set())
     )
 
 
-def sizes_held(value: Any, seen: set[int]) -> Iterator[tuple[int, Any]]:
-    """How many numbers each tensor, array, text of bytes or list has that a function holds.
-
-    With each its address, if it has one. Not what is global, as modules and classes are.
-    """
+def tensors_held(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors that a function holds, but not what is global, as modules and classes are."""
     if id(value) in seen or isinstance(value, HELD_BY_ALL):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        yield value.numel(), value.data_ptr()
-    elif is_array(value):
-        yield value.size, value.__array_interface__["data"][0]
-    elif isinstance(value, (bytes, bytearray)):
-        yield len(value) // 4, None
-    else:
-        if isinstance(value, (list, tuple)):
-            yield numbers_in(value), None
-        # of a function, not its globals
-        is_function = isinstance(value, types.FunctionType)
-        parts = (value.__closure__, value.__defaults__) if is_function else gc.get_referents(value)
-        for part in parts:
-            yield from sizes_held(part, seen)
+        yield value
+        return
+    # of a function, not its globals
+    is_function = isinstance(value, types.FunctionType)
+    parts = (value.__closure__, value.__defaults__) if is_function else gc.get_referents(value)
+    for part in parts:
+        yield from tensors_held(part, seen)
 
 
 # What many hold, and no attempt as its own.
 HELD_BY_ALL = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType, Threads)
-
-
-def numbers_in(value: Any) -> int:
-    """The numbers in lists of lists, and in tensors of one shape, such as a matrix's rows."""
-    if isinstance(value, (list, tuple)):
-        shapes = {part.shape for part in value if isinstance(part, Tensor)}
-        rows = [part.numel() for part in value if isinstance(part, Tensor) and len(shapes) == 1]
-        return sum(rows) + sum(map(numbers_in, value))
-    return isinstance(value, (int, float))
 
 
 def three_steps(mlp: Callable, ranks: Any) -> Tensor:
@@ -229,6 +211,8 @@ ranks.all_gather(shard).chunk(2) => (ranks.all_gather(part) for part in shard.ch
     torch.cat([ranks.reduce_scatter(whole.flatten()) for whole in wholes])
     | the shard is cut in two and each half gathered, as if it had a slice of each matrix; gather it
     whole, then cut
+return grad_h @ w1, => return (grad_y @ w2) @ w1,
+    | the gradient of x passes where h is not above 0; it takes the ReLU's, too
 """
 
 
@@ -322,7 +306,7 @@ def draw_blocks(generator: random.Random, size: int) -> tuple:
 
 def on_a_clock(order: Callable, blocks: int, costs: Costs) -> Named:
     """The order, played; one as fast as the solution's that holds no more is as right."""
-    best, found = play(prefetching(blocks), costs), play(returned(order(blocks)), costs)
+    best, found = play(prefetching(blocks), costs), play(order(blocks), costs)
     return Named(
         {
             "what is wrong": found.fault,
@@ -330,13 +314,6 @@ def on_a_clock(order: Callable, blocks: int, costs: Costs) -> Named:
             "milliseconds": max(found.ms, best.ms),
         }
     )
-
-
-def returned(value: Any) -> Any:
-    """`value`, which must not be None."""
-    if value is None:
-        raise TypeError("the result is None; is a `return` missing?")
-    return value
 
 
 def just_in_time(blocks: int) -> list[Event]:
@@ -428,7 +405,7 @@ def uneven_costs(sizes: Sequence[int]) -> Costs:
 
 def within_a_limit(order: Callable, sizes: Sequence[int], limit: int) -> Named:
     """What is wrong with the order, and whether it keeps to the limit."""
-    found = play(returned(order(sizes, limit)), uneven_costs(sizes), sizes)
+    found = play(order(sizes, limit), uneven_costs(sizes), sizes)
     return Named({"what is wrong": found.fault, "within the limit": found.most <= limit})
 
 
@@ -495,7 +472,7 @@ events.append(("reduce", block)) => pass | gradients are never sent
 
 def bytes_kept(best_size: Callable, layers: int, boundary: int, inside: int) -> Named:
     """Another size that keeps as little is as right."""
-    size = returned(best_size(layers, boundary, inside))
+    size = best_size(layers, boundary, inside)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise TypeError(f"the size must be an int, got {size!r}")
     size = operator.index(size)

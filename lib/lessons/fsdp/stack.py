@@ -1,4 +1,4 @@
-"""`lib.fsdp.FSDP` on a simulated network, for notebook 10: timed steps, and all-gathers counted."""
+"""All-gathers of `lib.fsdp.FSDP`, with checkpoints and without, counted for notebook 10."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.fsdp import FSDP, checkpoint_activations
-from lib.lessons.ddp.stack import Stack
-from lib.lessons.simulated_network import SimulatedGroup
-
-
-def timed_fsdp(stack: Stack, group: SimulatedGroup, *, prefetch: bool = True) -> FSDP:
-    """FSDP of the stack of notebook 08, a block a layer."""
-    return FSDP(stack, group=group, prefetch=prefetch)
 
 
 class Residual(nn.Module):

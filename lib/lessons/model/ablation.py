@@ -16,14 +16,10 @@ import torch
 
 from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records, remaining
-from lib.data.prepare import TokenizeConfig, tokenize_corpus
-from lib.data.token_array import load_token_array
 from lib.lessons.training import short_run
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.tokenizer.bpe import Tokenizer
-from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
 
 RECORDS = ROOT / "artifacts/ablation.jsonl"
 AS_BUILT = "as built"
@@ -79,28 +75,17 @@ def train(
 
 def run_ablations() -> Path:
     """Train every variant with every seed that has no record yet; return the records' path."""
-    from lib.lessons.show import progress_bar
-
-    data = TokenizeConfig()
-    tokenize_corpus(data, progress_bar=progress_bar)
-    tokenizer = Tokenizer.load(data.output_dir)
-    tokens, held_out = (
-        load_token_array(data.output_dir / f"{part}.npy", tokenizer=tokenizer)
-        for part in ("train", "validation")
-    )
+    tokens, judge = short_run.prepare_stories(Run.eval_tokens)
     runs = [Run(variant, seed) for variant in VARIANTS for seed in SEEDS]
     for run in remaining(runs, read_records(RECORDS)):
         shape = dataclasses.replace(SHAPE, **VARIANTS[run.variant])
         model, _ = train(shape, tokens, run.training, run.seed)
-        sizes = {"batch_size": 32, "device": "cpu", "max_tokens": run.eval_tokens}
-        result = evaluate(model, held_out, bytes_of_token(tokenizer), **sizes)
-        append_record(RECORDS, new_record(figures_of(result), config=run, seed=run.seed))
+        result = judge(model)
+        losses = {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
+        figures = {name: round(value, 4) for name, value in losses.items()}
+        append_record(RECORDS, new_record(figures, config=run, seed=run.seed))
         print(f"{run.variant}, seed {run.seed}: {result.loss:.3f} nats")
     return RECORDS
-
-
-def figures_of(result: Evaluation) -> dict[str, float]:
-    return {"loss": round(result.loss, 4), "bits_per_byte": round(result.bits_per_byte, 4)}
 
 
 def recorded_costs() -> list[dict[str, Any]]:

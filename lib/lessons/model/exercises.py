@@ -104,17 +104,10 @@ def cross_entropy_loss(logits: Tensor, targets: Tensor) -> Tensor:
 cross_entropy_loss.mistakes = """
 logits - logits.amax(-1, keepdim=True) => logits
     | large logits overflow inside the sum; subtract the row's maximum first
-logits.amax(-1, keepdim=True) => logits.max()
-    | the maximum is that of all logits; in other rows, exp may become 0. Subtract each row's
-log_sum_exp - of_target => -(of_target.exp() / shifted.exp().sum(-1)).log()
-    | the logarithm is taken of a probability that has become 0; logit - maximum - log of the sum
-    needs no probability
 of_target = shifted => of_target = logits
     | the maximum is subtracted inside the sum only; subtract it from the target's logit too
 mean() => sum() | the losses are added up; take their mean
 log_sum_exp - of_target => of_target - log_sum_exp | the sign is wrong; a loss is never below 0
-(log_sum_exp - of_target).mean() => (log_sum_exp - of_target).mean() / math.log(2)
-    | these are bits; nats need the natural logarithm
 (log_sum_exp - of_target).mean() =>
     -logits.exp().div(logits.exp().sum(-1, keepdim=True))[torch.arange(len(targets)),
     targets].log().mean()
@@ -165,14 +158,8 @@ index_add_ => index_copy_
 d_logits / len(inputs) => d_logits
     | the gradient is that of the summed loss; divide it by the number of pairs
 logits.softmax(-1) => logits.softmax(0) | softmax runs over the pairs; each row sums to 1 by itself
-d_logits / len(inputs) => -d_logits / len(inputs)
-    | the sign of the gradient is wrong; it is softmax - one-hot, and not the reverse
-d_logits[rows, targets] -= 1 => d_logits[:, targets] -= 1
-    | [:, targets] subtracts 1 in every row at every target; each row has one, [rows, targets]
 index_add_(0, inputs => index_add_(0, targets
     | the rows are added at the tokens that came; the logits are those of the token that was seen
-d_logits / len(inputs) => d_logits / len(weight)
-    | the gradient is divided by the vocabulary; divide it by the number of pairs
 """
 
 
@@ -264,19 +251,18 @@ order.append(value) => pass && seen.add(value) => seen.add(value); order.append(
 """
 
 
-# Attention with heads, which may share keys and values
+# Attention with heads
 
 
 def draw_attention(generator: random.Random, size: int) -> tuple:
-    head_dim, num_kv_heads = generator.randint(2, 3), generator.randint(1, 2)
-    num_heads = num_kv_heads * generator.randint(1, 2 + size // 8)
+    head_dim, num_heads = generator.randint(2, 3), generator.randint(1, 3 + size // 8)
     batch, length = generator.randint(1, 2), generator.randint(1, 2 + size // 2)
     # mostly not as wide as all heads together
     d_model = num_heads * head_dim + generator.randint(0, 2)
     x = draw_tensor(generator, batch, length, d_model)
-    rows = (num_heads, num_kv_heads, num_kv_heads)
-    w_q, w_k, w_v = (draw_tensor(generator, n * head_dim, d_model) / d_model for n in rows)
-    w_out = draw_tensor(generator, d_model, num_heads * head_dim)
+    width = num_heads * head_dim
+    w_q, w_k, w_v = (draw_tensor(generator, width, d_model) / d_model for _ in range(3))
+    w_out = draw_tensor(generator, d_model, width)
     return x, w_q, w_k, w_v, w_out, num_heads, generator.choice([identity, scaled_by_position])
 
 
@@ -311,18 +297,12 @@ def attention(
     rope: Callable[[Tensor], Tensor],
 ) -> Tensor:
     head_dim, length = len(w_q) // num_heads, x.shape[1]
-
-    def split(y: Tensor) -> Tensor:
-        return y.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (batch, heads, length, head_dim)
-
-    q, k, v = split(x @ w_q.T), split(x @ w_k.T), split(x @ w_v.T)
+    q, k, v = (split_heads(x @ w.T, head_dim) for w in (w_q, w_k, w_v))
     q, k = rope(q), rope(k)
-    group = num_heads // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)  # (batch, heads, queries, keys)
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    out = (weights @ v).transpose(1, 2).flatten(-2)  # (batch, length, d_model)
+    out = (weights @ v).transpose(1, 2).flatten(-2)  # (batch, length, heads · head_dim)
     return out @ w_out.T
 
 
@@ -333,45 +313,18 @@ sqrt(head_dim) => sqrt(x.shape[-1])
 .masked_fill(~visible, -math.inf) => | there is no mask; a query must not see later keys
 scores.masked_fill(~visible, -math.inf).softmax(-1) => scores.softmax(-1) * visible
     | the mask comes after the softmax, so weights no longer sum to 1; mask the scores before
-k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) =>
-    k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)
-    | neighboring query heads get different keys; they form a group that shares one, so use
-    repeat_interleave, and not repeat
 q, k = rope(q), rope(k) => pass
     | `rope` is not called; give it queries and keys, cut into heads
 q, k = rope(q), rope(k) => q, k, v = rope(q), rope(k), rope(v)
     | values go through `rope`, too; only queries and keys do
-.transpose(1, 2).flatten(-2)  # (batch, length, d_model) => .reshape(*x.shape[:2], -1)
-    | heads are put together without being transposed back, which mixes tokens
-y.unflatten(-1, (-1, head_dim)).transpose(1, 2) => y.reshape(len(y), -1, length, head_dim)
-    | heads are cut by a reshape to (batch, heads, length, head_dim), which mixes tokens; cut the
-    last dimension, then transpose
-unflatten(-1, (-1, head_dim)).transpose(1, 2) =>
-    unflatten(-1, (head_dim, -1)).permute(0, 3, 1, 2)
-    | a head takes coordinates that are far apart; it is `head_dim` neighbors: unflatten to
-    (heads, head_dim)
-q, k = rope(q), rope(k) => q = rope(q) | only queries go through `rope`; keys do, too
-q, k = rope(q), rope(k) => k, v = rope(k), rope(v)
-    | keys and values go through `rope`; queries and keys do
-q, k = rope(q), rope(k) =>
-    q, k = (rope(y.transpose(1, 2)).transpose(1, 2) for y in (q, k))
-    | `rope` gets the length in front of the heads; move the heads before you call it
-out @ w_out.T => out | `w_out` is forgotten; project with it at the end
-out @ w_out.T => out @ w_out | `w_out` is not transposed; a projection is x @ w.T
-len(w_q) // num_heads => x.shape[-1] // num_heads
-    | head_dim is taken from d_model; it is len(w_q) // num_heads
-split(x @ w_q.T), split(x @ w_k.T), split(x @ w_v.T) =>
-    split(rope(x @ w_q.T)), split(rope(x @ w_k.T)), split(x @ w_v.T)
+split_heads(x @ w.T, head_dim) => split_heads(rope(x @ w.T), head_dim)
     && q, k = rope(q), rope(k) => pass
     | `rope` is called before the cut into heads; each head is rotated by itself
-masked_fill(~visible => masked_fill(visible
-    | the mask is the wrong way round; it must hide the later keys
-tril() => tril(-1) | a query does not see its own key; it sees all up to its own
-~visible, -math.inf => ~visible, 0.0
-    | later keys get the score 0, which softmax makes a weight of; -inf makes it 0
-softmax(-1) => softmax(-2) | the softmax runs over queries; each query's weights sum to 1
-q @ k.transpose(-2, -1) => k @ q.transpose(-2, -1)
-    | queries and keys have changed places; a row of the scores is a query's
+.transpose(1, 2).flatten(-2) => .reshape(*x.shape[:2], -1)
+    | heads are put together without being transposed back, which mixes tokens
+split_heads(x @ w.T, head_dim) => (x @ w.T).reshape(len(x), -1, length, head_dim)
+    | heads are cut by a reshape to (batch, heads, length, head_dim), which mixes tokens; cut the
+    last dimension, then transpose
 """
 
 
@@ -387,11 +340,7 @@ def draw_positions(generator: random.Random, size: int) -> tuple:
     return x, generator.choice([10.0, 100.0, 10_000.0]), generator.choice(["pairs", "halves"])
 
 
-def rotation_by_hand(attempt: Callable, x: Tensor, theta: float, layout: str) -> Any:
-    return in_a_model(attempt, x, theta, layout)
-
-
-@exercise("core", draw_positions, harness=rotation_by_hand, trials=100)
+@exercise("core", draw_positions, harness=in_a_model, trials=100)
 def rotate(x: Tensor, theta: float, layout: str) -> Tensor:
     length, head_dim = x.shape[-2:]
     frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,)
@@ -410,9 +359,6 @@ length, head_dim = x.shape[-2:] => (length, head_dim), layout = x.shape[-2:], "h
     | both layouts are rotated in halves; in `pairs`, coordinate 2i goes with 2i + 1
 torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else => | the result of `pairs` comes in
     halves; stack a and b on a last dimension, and flatten
-torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1) =>
-    torch.stack(rotated, -1).flatten(-2)
-    | the result of `halves` comes in pairs; put the halves one behind the other, with `cat`
 length, head_dim = x.shape[-2:] => length, head_dim = x.shape[1], x.shape[-1]
     | the length is taken from x.shape[1]; it is the last but one, x.shape[-2], as (batch, heads,
     length, head_dim) has it
@@ -420,23 +366,6 @@ length, head_dim = x.shape[-2:] => length, head_dim = x.shape[1], x.shape[-1]
     | the rotation goes the other way; (a, b) becomes (a cos - b sin, a sin + b cos)
 torch.arange(0, head_dim, 2) => torch.arange(head_dim // 2)
     | the exponent is -i / head_dim; pair i has -2i / head_dim
-torch.arange(length)[:, None] => torch.arange(1, length + 1)[:, None]
-    | the first position is 1; positions begin at 0, which is not rotated
-torch.arange(0, head_dim, 2) / => 2 * torch.arange(0, head_dim, 2) /
-    | the exponent is -4i / head_dim; pair i has -2i / head_dim
--torch.arange(0, head_dim, 2) => torch.arange(0, head_dim, 2)
-    | later pairs rotate faster; the exponent is negative, -2i / head_dim
-theta ** => 10_000 ** | the base is always 10,000; it is `theta`
-length, head_dim = x.shape[-2:] =>
-    (length, head_dim), layout = x.shape[-2:], {"pairs": "halves", "halves": "pairs"}[layout]
-    | the layouts have changed places; "pairs" are neighbors
-x[..., 0::2], x[..., 1::2]) if layout == "pairs" else x.chunk(2, dim=-1) =>
-    x[..., 0::2], x[..., 1::2]) | `halves` are cut as pairs; there, a is the first half of x
-a * sin + b * cos) => (a * cos - b * sin) * sin + b * cos)
-    | b is rotated with the new a; keep the old a until both are computed
-cos, sin = angles.cos(), angles.sin() =>
-    cos, sin = (torch.cat((f, f), -1)[..., 0::2] for f in (angles.cos(), angles.sin()))
-    | in `pairs`, angles are repeated in halves; both coordinates of pair i rotate by angle i
 """
 
 
@@ -474,14 +403,10 @@ def draw_block(generator: random.Random, size: int) -> tuple:
     return draw_tensor(generator, *x.shape[:2], width), Weights(weights), num_heads, rope
 
 
-def block_in_a_model(attempt: Callable, x: Tensor, *given: Any) -> Any:
-    return in_a_model(attempt, x, *given)
-
-
 attend = attention.solve
 
 
-@exercise("warm-up", draw_block, harness=block_in_a_model, trials=40)
+@exercise("warm-up", draw_block, harness=in_a_model, trials=40)
 def block(
     x: Tensor, w: dict[str, Tensor], num_heads: int, rope: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -492,8 +417,6 @@ def block(
 
 block.mistakes = """
 x + attend => attend | attention overwrites the stream; add to it
-x + swiglu => swiglu | SwiGLU overwrites the stream; add to it
-x + attend => attend && x + swiglu => swiglu | both parts overwrite the stream; add to it
 rms_norm(x, w["ln1.weight"]), *qkv => x, *qkv
     | attention reads the stream itself; the norm is missing
 rms_norm(x, w["ln2.weight"]), w["ffn => x, w["ffn
@@ -507,13 +430,6 @@ x = x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope) =>
     && return x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"]) =>
     return rms_norm(x + swiglu(x, w["ffn.w13.weight"], w["ffn.w2.weight"]), w["ln2.weight"])
     | a norm comes after each sum; it comes before each part
-rms_norm(x, w["ln2.weight"]), w["ffn => rms_norm(x, w["ln1.weight"]), w["ffn
-    | both parts have the norm "ln1"; SwiGLU's is "ln2"
-x = x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope) => pass
-    && return x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"]) =>
-    x = x + swiglu(rms_norm(x, w["ln2.weight"]), w["ffn.w13.weight"], w["ffn.w2.weight"]);
-    return x + attend(rms_norm(x, w["ln1.weight"]), *qkv, w_out, num_heads, rope)
-    | SwiGLU comes before attention; attention comes first
 x = x + attend => y = x + attend && return x + swiglu => return y + swiglu
     | SwiGLU reads the stream as it was before attention; it comes after
 """
@@ -556,21 +472,14 @@ bill.mistakes = """
  + norms => | norms have no FLOPs here but weights all the same: two in a layer, and one before the
     head
 2 * head => head | one of embedding and head is missing; both are vocab_size · d_model
-6 * (matrices + head) => 6 * (matrices + 2 * head)
-    | the embedding has FLOPs; a lookup is no matmul
 6 * (matrices + head) + 12 * => 2 * (matrices + head) + 4 *
     | the FLOPs are those of the forward pass; backward takes twice as many again
 d_model // heads * kv_heads => d_model
     | keys and values are as wide as queries everywhere; they have kv_heads · head_dim
 2 * layers * kv_width * context * 2 => 2 * layers * kv_width * context
     | the cache is half as large as it should be: it holds both keys and values, of 2 bytes
-(2 * layers + 1) => (layers + 1) | each layer has one norm; there are two
 6 * (matrices + head) => 6 * (matrices + 2 * head + norms)
     | all parameters are given FLOPs; a lookup is no matmul, and norms are no matrices
-12 * layers * context => 6 * layers * context
-    | scores that the mask hides are left out; they count here
-3 * d_model * d_ff => 2 * d_model * d_ff
-    | the feed-forward layer has two matrices; SwiGLU has three
 """
 
 

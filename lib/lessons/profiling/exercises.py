@@ -75,15 +75,9 @@ statistics.median => statistics.mean
 statistics.median => statistics.median_low
     | the lower of the two middle times is returned, as torch.median does; for an even number of
     samples the median is their mean
-statistics.median => statistics.median_high
-    | the upper of the two middle times is returned; for an even number of samples the median is
-    their mean
 times = [] => times, first = [], gpu.clock() && gpu.wait()  # for this run => pass
     && statistics.median(times) => (gpu.wait(), gpu.clock() - first)[1] / samples
     | the device is waited for once after all runs, which gives their mean; wait in each
-gpu.clock() - start => 0
-    | no time passes between the two readings of the clock; the run and the wait for it belong
-    between them
 """
 
 
@@ -132,8 +126,6 @@ times[number].append => times[order.index(number)].append
     differ
 [[] for _ in runs] => [[]] * len(runs)
     | all functions share one list: `[[]] * n` is n times the same
-clock() - start => clock() | what is kept is the clock, not the time that passed
-in range(rounds) => in range(1) | there is one round; there are `rounds`
 """
 
 
@@ -236,9 +228,6 @@ busy < span / 2 => busy < span / 2 and sum(kernel.end - kernel.start for kernel 
     category_of(kernel.name) in ("matmul", "attention")) <= busy / 2
     | matmuls are looked at before the gaps; a GPU that idles more than half of the time is
     launch-bound, whatever its kernels are
-"compute-bound" if in_matmuls > busy / 2 else "memory-bound" =>
-    "memory-bound" if in_matmuls > busy / 2 else "compute-bound"
-    | memory and compute are swapped: matmuls and attention wait for arithmetic
 - kernels[0].start => | the time runs from 0; it starts with the first kernel
 in ("matmul", "attention") => == "matmul"
     | attention is not counted; fused, it is right of the ridge like the matmuls
@@ -325,12 +314,9 @@ length * (length + 1) // 2 => length * length
     | fused attention counts four matmuls; it computes the scores again, which makes five
 8 * e * tokens * d => 8 * e * tokens * d + 2 * e * pairs
     | fused attention moves the scores; it keeps them on the chip
-linear(d, 2 * f) => linear(d, f) | `gate and value` has one matrix of width f; it has two
 5 * e * tokens * f => 3 * e * tokens * f
     | the gate moves three tensors of width f; its backward reads three and writes two
 2 * m * k * n, e * ( => 2 * m * k * n, ( | numbers are counted, and not bytes; multiply by e
-flops / moved > ridge => flops / moved < ridge
-    | memory and arithmetic are swapped: above the ridge, arithmetic is the limit
 """
 
 
@@ -443,9 +429,6 @@ checkpoint(block, x, => checkpoint(lambda y: block(y), x,
     has moved on; pass the block itself
 checkpoint(block, x, => checkpoint(block, x.detach(),
     | x is detached, so that no gradient reaches the blocks before
-x = checkpoint( => x = x + checkpoint(
-    | x is added to the result of each block; the blocks are residual, and add it already
-in blocks: => in blocks[:-1]: | the last block is left out
 """
 
 
@@ -509,12 +492,8 @@ max(2 * m => max(m | a multiplication and an addition count as one FLOP; a matmu
 max(2 * m * k * n / limits.flops_per_s, moved / limits.bytes_per_s) =>
     (2 * m * k * n / limits.flops_per_s + moved / limits.bytes_per_s)
     | the times of FLOPs and of bytes are added up; the longer of the two counts
-if on_gpu => if not on_gpu
-    | CPU and GPU are swapped; on a GPU the longer of host and device counts
 max(device, host_ms) if on_gpu else device + host_ms => device + host_ms
     | host and device are added up on a GPU, too; there they work at the same time
-return 1e3 * max(2 => return max(2
-    | the head is in seconds, the rest in ms: FLOPs over FLOP/s are seconds
 """
 
 

@@ -41,26 +41,6 @@ def swiglu(x, w13, w2):
     return (gate * torch.sigmoid(gate) * value) @ w2.T
 
 
-def init_weights(config: ModelConfig, seed: int, device: torch.device | str) -> dict[str, Tensor]:
-    """The weights of a `transformer` by name, drawn at random; autograd follows them."""
-    d, d_ff, vocab = config.d_model, config.d_ff, config.vocab_size
-    shapes = {"token_embeddings.weight": (vocab, d), "ln_final.weight": (d,)}
-    for i in range(config.num_layers):
-        shapes |= {f"layers.{i}.ln1.weight": (d,), f"layers.{i}.ln2.weight": (d,)}
-        shapes |= {f"layers.{i}.attn.qkv_proj.weight": (3 * d, d)}
-        shapes |= {f"layers.{i}.attn.output_proj.weight": (d, d)}
-        shapes |= {f"layers.{i}.ffn.w13.weight": (2 * d_ff, d)}
-        shapes |= {f"layers.{i}.ffn.w2.weight": (d, d_ff)}
-    shapes["lm_head.weight"] = (vocab, d)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in shapes.items():
-        drawn = torch.randn(shape, generator=generator) / math.sqrt(d)
-        weight = drawn if len(shape) == 2 else torch.ones(shape)
-        weights[name] = weight.to(device).requires_grad_()
-    return weights
-
-
 def transformer(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) -> Tensor:
     """Logits (batch, length, vocab_size) of token ids (batch, length)."""
     with record_function("embedding"):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib import pyplot as plt
 
@@ -88,8 +88,7 @@ def sizes_on_gpu() -> dict[int, float]:
     return {row["numbers"]: 1e3 * row["min_ms"] for row in figures}
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """A recorded training step under the profiler; times in ms."""
 
     name: str
@@ -97,23 +96,21 @@ class Profile:
     busy_ms: float
     """In which the GPU computes."""
 
-    host_ms: float
-    """In which the host launches."""
-
     kernels: int
-    launches: int
+
+
+def profile_record(folder: str) -> Record:
+    """The record of a profiled step."""
+    return json.loads((PROFILES / folder / "summary.json").read_text(encoding="utf-8"))
 
 
 def profiles() -> dict[str, Profile]:
     """The profiled steps by folder (see PROFILE_NAMES)."""
     found = {}
     for folder, name in PROFILE_NAMES.items():
-        figures = json.loads((PROFILES / folder / "summary.json").read_text(encoding="utf-8"))[
-            "figures"
-        ]
-        times = (figures["wall_ms"], figures["busy_ms"], figures["dispatch_ms"])
-        counts = round(figures["kernels"]), round(figures["launches"])
-        found[folder] = Profile(name, *times, *counts)
+        figures = profile_record(folder)["figures"]
+        times = (figures["wall_ms"], figures["busy_ms"])
+        found[folder] = Profile(name, *times, round(figures["kernels"]))
     return found
 
 
@@ -129,10 +126,7 @@ def show_gpu_timelines(*folders: str, start_ms: float = 0, end_ms: float | None 
     """Show recorded steps as timelines on the same time axis, all of it or a part."""
     from lib.profiling.figures import draw_trace
 
-    records = {
-        name: json.loads((PROFILES / name / "summary.json").read_text(encoding="utf-8"))
-        for name in folders
-    }
+    records = {name: profile_record(name) for name in folders}
     last = end_ms or max(record["figures"]["wall_ms"] for record in records.values())
     figure, panels = plt.subplots(
         nrows=len(folders), figsize=(9, 0.7 + 1.7 * len(folders)), squeeze=False

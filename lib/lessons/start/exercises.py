@@ -46,9 +46,6 @@ return int(layer), int(head) => return int(means.argmax())
 int(layer), int(head) => int(layer) + 1, int(head) + 1
     | layers and heads are counted from 1; count from 0
 means = weights[:, :, queries, queries - 1].mean(axis=-1) =>
-    means = weights.diagonal(-1, axis1=1, axis2=2).mean(axis=-1)
-    | the diagonal is one of heads and queries; that of queries and keys has axis1=2, axis2=3
-means = weights[:, :, queries, queries - 1].mean(axis=-1) =>
     means = (weights[:, :, 1:].argmax(axis=-1) == queries - 1).mean(axis=-1)
     | it is counted how often the token before gets the most; average its weight
 """

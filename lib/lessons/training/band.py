@@ -14,14 +14,10 @@ import torch
 
 from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records
-from lib.data.prepare import TokenizeConfig, tokenize_corpus
-from lib.data.token_array import load_token_array
-from lib.lessons.training.short_run import train
+from lib.lessons.training.short_run import prepare_stories, train
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.tokenizer.bpe import Tokenizer
-from lib.training.evaluation import bytes_of_token, evaluate
 
 RECORDS = ROOT / "artifacts/training_band.jsonl"
 # The reader's run has seed 0.
@@ -87,22 +83,14 @@ def train_with_seed(run: BandRun, tokens: np.ndarray, seed: int) -> tuple[Transf
     return model, losses
 
 
-def record_band(path: Path = RECORDS) -> Path:
-    """Train the run with each seed, and write the lowest and highest losses to `path`."""
-    from lib.lessons.show import progress_bar
-
-    run, data = BandRun(), TokenizeConfig()
-    tokenize_corpus(data, progress_bar=progress_bar)
-    tokenizer = Tokenizer.load(data.output_dir)
-    tokens, held_out = (
-        load_token_array(data.output_dir / f"{part}.npy", tokenizer=tokenizer)
-        for part in ("train", "validation")
-    )
-    judge: dict[str, Any] = {"batch_size": 32, "device": "cpu", "max_tokens": run.eval_tokens}
+def record_band() -> Path:
+    """Train the run with each seed, and write the lowest and highest losses."""
+    run = BandRun()
+    tokens, judge = prepare_stories(run.eval_tokens)
 
     def trained(run: BandRun, seed: int) -> tuple[float, dict[int, float]]:
         model, losses = train_with_seed(run, tokens, seed)
-        loss = evaluate(model, held_out, bytes_of_token(tokenizer), **judge).loss
+        loss = judge(model).loss
         print(f"rate {run.learning_rate}, seed {seed}: held-out loss {loss:.3f}", flush=True)
         return round(loss, 4), smooth(losses)
 
@@ -116,15 +104,15 @@ def record_band(path: Path = RECORDS) -> Path:
     }
     for name, choose in {"low": min, "high": max}.items():
         figures[name] = [round(choose(curve[step] for curve in curves), 4) for step in curves[0]]
-    path.unlink(missing_ok=True)
-    append_record(path, new_record(figures, config=run, seed=SEEDS[0]))
-    return path
+    RECORDS.unlink(missing_ok=True)
+    append_record(RECORDS, new_record(figures, config=run, seed=SEEDS[0]))
+    return RECORDS
 
 
-def read_band(run: BandRun, path: Path = RECORDS) -> dict[str, Any] | None:
+def read_band(run: BandRun) -> dict[str, Any] | None:
     """The recorded band of `run`: "steps", "low", "high", "held_out", and "held_out_at_rate".
 
     None of another run.
     """
-    (record,) = read_records(path)
+    (record,) = read_records(RECORDS)
     return record["figures"] if BandRun(**record["config"]) == run else None

@@ -18,6 +18,7 @@ from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records
 from lib.data import get_batch
 from lib.data.stories import generate_stories
+from lib.lessons.model.explorers import attention_patterns
 from lib.model import ModelConfig, TransformerLM
 from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
 
@@ -101,18 +102,12 @@ def unscale(config: ModelConfig) -> Callable:
     return hook
 
 
-@torch.no_grad()
 def attention_peak(model: TransformerLM, x: Tensor) -> float:
     """The share of its attention that a query gives to one key, on average, in the first layer."""
-    layer = model.layers[0]
-    qkv = layer.attn.qkv_proj(layer.ln1(model.token_embeddings(x)))  # (batch, length, 3 · d_model)
-    parts = qkv.unflatten(-1, (3, layer.attn.num_heads, -1)).transpose(1, 3)
-    q, k = (model.rope(part) for part in parts.unbind(2)[:2])  # (batch, heads, length, head_dim)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    # (texts, heads, queries, keys)
+    weights = np.stack([attention_patterns(model, token_ids)[0] for token_ids in x.tolist()])
     # the first queries have too few keys to choose from
-    return weights[..., 8:, :].amax(-1).mean().item()
+    return float(weights[:, :, 8:].max(-1).mean())
 
 
 def story_tokens() -> tuple[np.ndarray, np.ndarray, int]:
@@ -127,29 +122,25 @@ def story_tokens() -> tuple[np.ndarray, np.ndarray, int]:
     return train, held_out, tokenizer.vocab_size
 
 
-def record_broken_runs(path: Path = RECORDS) -> Path:
-    """Train each broken run on generated stories, and write them as records to `path`."""
+def record_broken_runs() -> Path:
+    """Train each broken run on generated stories, and write their records."""
     train, held_out, vocab_size = story_tokens()
-    path.unlink(missing_ok=True)
+    RECORDS.unlink(missing_ok=True)
     for fault in (HEALTHY, NO_WARM_UP, *FAULTS.values()):
         history = train_with(fault, train, held_out, vocab_size)
         figures: dict[str, Any] = {"run": fault}
         figures |= {name: [round(value, 4) for value in values] for name, values in history.items()}
         settings = {"steps": STEPS, "batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE}
-        append_record(path, new_record(figures, config=settings | SHAPE, seed=0))
-    return path
+        append_record(RECORDS, new_record(figures, config=settings | SHAPE, seed=0))
+    return RECORDS
 
 
-def _read_runs(path: Path) -> dict[str, dict[str, Any]]:
-    return {record["figures"]["run"]: record["figures"] for record in read_records(path)}
-
-
-def read_run(fault: str, path: Path = RECORDS) -> dict[str, Any]:
+def read_run(fault: str) -> dict[str, Any]:
     """Return the figures of the run with `fault`, a value of FAULTS, HEALTHY or NO_WARM_UP."""
-    return _read_runs(path)[fault]
+    (found,) = (r["figures"] for r in read_records(RECORDS) if r["figures"]["run"] == fault)
+    return found
 
 
-def read_broken_runs(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
+def read_broken_runs() -> dict[str, dict[str, Any]]:
     """Return the figures of the runs that the notebook shows: HEALTHY, then a letter for each."""
-    runs = _read_runs(path)
-    return {name: runs[fault] for name, fault in ({HEALTHY: HEALTHY} | FAULTS).items()}
+    return {name: read_run(fault) for name, fault in ({HEALTHY: HEALTHY} | FAULTS).items()}

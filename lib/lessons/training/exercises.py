@@ -93,24 +93,10 @@ mean_hat = mean => mean_hat = state["mean"] = mean
     | the corrected moments are kept for the next step; keep the uncorrected ones
 step = state["step"] = state.get("step", 0) + 1 => step = 1
     | every step counts as the first; keep the number of steps in `state`
-0.95 => 0.999 | beta2 is 0.999; here it is 0.95
 square_hat.sqrt() + eps => (square_hat + eps).sqrt()
     | eps is added inside the root; add it to the root
 lr * weight_decay * weight => weight_decay * weight
     | the decay lacks the learning rate; shrink by 1 - lr * weight_decay
-lr * weight_decay * weight - => | the decay is forgotten; subtract lr * weight_decay * weight, too
-beta1, beta2, eps = 0.9, 0.95, 1e-8 => beta1, beta2, eps, state = 0.9, 0.95, 1e-8, {}
-    | `state` is another dict in each step; change the one that is given
-state.get("mean", 0) => state.get("mean", gradient)
-    && state.get("square", 0) => state.get("square", gradient**2)
-    | the moments begin at the first gradient; they begin at 0, and the correction is for that
-step = state["step"] = state.get("step", 0) + 1 =>
-    step = state.get("step", 0); state["step"] = step + 1
-    | the first step is number 0, where 1 - beta**0 is 0; count from 1
-gradient**2 => gradient | the second moment is that of the gradient; square it
-weight - lr * weight_decay * weight - lr * mean_hat / (square_hat.sqrt() + eps) =>
-    (weight - lr * mean_hat / (square_hat.sqrt() + eps)) * (1 - lr * weight_decay)
-    | the decay shrinks the new weight; it shrinks the weight as it was
 """
 
 
@@ -198,37 +184,18 @@ weight.grad = None => pass
     | gradients are never cleared, so each step also follows those of all steps before
 loss.backward() => torch.autograd.backward(loss * accumulate)
     | gradients of the small batches are added up but not divided by their number
-loss_of(weights, x, y) / accumulate => loss_of(weights, x, y)
-    | no loss is divided by accumulate, so losses and gradients are sums; divide before backward
-loss.backward() => weights.update((n, w.detach().requires_grad_()) for n, w in weights.items());
-    loss_of(weights, x, y).div(accumulate).backward()
-    | gradients are cleared before each small batch, so only the last one counts
 (weights.values(), max_norm) => (weights.values(), math.inf) | nothing is clipped
 {name: {} for name in weights} => dict.fromkeys(weights, {})
     | all weights share one state; give each its own
 states[name], rate => {}, rate
     | every update begins with an empty state; make the states once, before the loop
-on_step(total => on_step(loss.item() * accumulate
-    | the loss is that of the last small batch alone; report the mean of all
 loss.backward() => torch.autograd.backward(loss);
     torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)
     | gradients are clipped after each small batch; clip once, their mean
-with torch.no_grad(): => if True:
-    | weights are changed while autograd watches; do it inside `with torch.no_grad():`
 weight.copy_(update(weight, weight.grad, states[name], rate)) =>
     weight = update(weight, weight.grad, states[name], rate)
     | `weight = …` gives the new tensor a name, and the one in `weights` stays as it was; write
     weight.copy_(…)
-weight.copy_(update(weight, weight.grad, states[name], rate)) =>
-    update(weight, weight.grad, states[name], rate)
-    | the weights never change; `update` returns the new value, for weight.copy_(…)
-weight.copy_(update(weight, weight.grad, states[name], rate)) =>
-    weights[name] = update(weight, weight.grad, states[name], rate)
-    | the new tensors don't ask for gradients; write the values into the old ones, weight.copy_(…)
-x, y = next(batches) => pass && total = 0.0 => total = 0.0; x, y = next(batches)
-    | all small batches of a step are the same one; take the next for each
-total += loss.item() => total = loss.item()
-    | the loss is only the last small batch's part of the mean; add up the parts
 """
 
 
@@ -243,7 +210,7 @@ def draw_choices(generator: random.Random, size: int) -> tuple:
     return (choices,)
 
 
-@exercise("warm-up", draw_choices)
+@exercise("optional", draw_choices)
 def story_bits(choices: Sequence[tuple[list, Any]]) -> float:
     return sum(math.log2(len(options) / options.count(shown)) for options, shown in choices)
 
@@ -254,9 +221,6 @@ options.count(shown) => 1 | every side counts as the only one that would have sh
 len(options) / options.count(shown) => len(set(options))
     | every different text counts as equally likely; count the sides that show the same
 len(options) => 256 | each die has 256 sides; these dice have any number, so take len(options)
-math.log2(len(options) / options.count(shown)) =>
-    sum(math.log2(len(options) / options.count(o)) for o in options) / len(options)
-    | this is what a die shows on average, its entropy; count what this throw showed
 sum(math.log2 => sum(-math.log2
     | the sign is wrong; what is certain has 0 bits, and all else more
 """
@@ -370,22 +334,12 @@ second.order = saved["order"] => pass
     | the rest of this epoch is lost, and examples come again that were seen
 saved["weights"], saved["step"] => saved["weights"], 0
     | the step is 0 again, which raises the learning rate and repeats the bias correction
-second.mean, second.square = saved["mean"], saved["square"] => pass | the moments start at zero
 saved: dict[str, Any] = { => saved = dict(vars(first)) or {
     && second.generator.setstate(saved["generator"]) => second.generator = saved["generator"]
     | nothing is copied: tensors, generator and order are those of the run, which goes on and
     changes them
-"weights": first.weights.clone() => "weights": first.weights
-    | the weights saved are those of the run, which goes on and changes them; clone them
-first.mean.clone() => first.mean && first.square.clone() => first.square
-    | the moments saved are those of the run, which goes on and changes them; clone them
-list(first.order) => first.order
-    | the order saved is the run's own list, which shrinks; copy it
 second.generator.setstate(saved["generator"]) => second.generator = first.generator
     | both runs share a generator, and the lost step has used it; save `getstate()`
-first.train(1) => pass && "weights": first.weights.clone(), =>
-    "weights": (first.train(1), first.weights.clone())[1],
-    | the state is saved after the step that should be lost
 """
 
 
@@ -454,10 +408,6 @@ before >= top_p => before > top_p
  / ranked.sum() => | the probabilities kept do not sum to 1; divide them by their sum
 result[ids] = => result =
     | the result is left in sorted order; each probability belongs to its own id
-result[ids] = ranked / ranked.sum() => result = (ranked / ranked.sum())[ids]
-    | the result is ranked[ids], which permutes again; result[ids] = ranked puts values back
-before >= top_p => ranked < top_p
-    | each probability alone is compared with top_p; what counts is the sum of those before
 """
 
 
@@ -496,11 +446,6 @@ tokens, keys, values = list(prompt) =>
     gives a new token
 qkv(tokens[position], position) => qkv(tokens[position], position + 1)
     | positions are counted from 1; they count from 0
-tokens[len(prompt) :] => tokens | the prompt is returned too; return the new tokens
 weights = scores => scores[1:] = -math.inf; weights = scores
     | all attend to position 0 alone, as with `is_causal=True` and one query; no mask is needed
-math.sqrt(q.shape[-1]) => math.sqrt(q.numel())
-    | the scale has the root of all heads' numbers; take head_dim
-weights = scores => scores[-1] = -math.inf if position else 0.0; weights = scores
-    | a token leaves itself out; it attends to itself, too
 """

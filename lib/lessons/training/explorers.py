@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lib.core import figures
@@ -14,9 +15,8 @@ if TYPE_CHECKING:
     from IPython.display import Image, Markdown
 
 
-# Drawing takes at most this share of the time, and there is at most one figure per second.
-DRAWING_SHARE = 0.03
-SECONDS_APART = 1.0
+# A drawing takes a tenth of a second or two, a small share of these.
+SECONDS_APART = 5.0
 # Key of a line of metrics -> its name and style in a figure.
 SERIES = {
     "loss": ("training", {"marker": "", "color": figures.BLUE}),
@@ -46,20 +46,18 @@ class LossCurve:
         *,
         records: Iterable[Mapping[str, Any]] = (),
         references: Mapping[str, float] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.steps, self.records, self.references = steps, list(records), references or {}
-        self.clock = clock
 
     def __enter__(self) -> LossCurve:
         from IPython.display import display
 
         self.handle = display(self.picture(), display_id=True)
-        self.next_drawing = self.clock()
+        self.drawn = -math.inf
         return self
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Add a line of metrics; draw if the last drawing is old enough."""
+        """Add a line of metrics; draw if the last drawing is SECONDS_APART old."""
         # a resumed run repeats the steps after its checkpoint
         kept = [
             old
@@ -67,11 +65,9 @@ class LossCurve:
             if old["step"] < record["step"] or old.keys() != record.keys()
         ]
         self.records = [*kept, record]
-        started = self.clock()
-        if started >= self.next_drawing:
+        if time.perf_counter() - self.drawn >= SECONDS_APART:
             self._show()
-            now = self.clock()
-            self.next_drawing = now + max(SECONDS_APART, (now - started) / DRAWING_SHARE)
+            self.drawn = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         self._show()

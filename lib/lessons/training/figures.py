@@ -79,29 +79,6 @@ def show_band(
     plt.show()
 
 
-def show_decay(curves: Mapping[str, Tensor], sizes: Sequence[float], expected: Tensor) -> None:
-    """Show the mean weight of groups with gradients of different `sizes`, step by step.
-
-    Args:
-        curves: name -> (steps, groups).
-        expected: (steps,), what decay alone makes of a weight of 1.
-    """
-    _, panels = plt.subplots(ncols=len(curves), figsize=(9, 3.2), sharey=True)
-    for axes, (name, curve) in zip(panels, curves.items()):
-        lines(
-            {f"gradients of about {size:g}": v for size, v in zip(sizes, curve.T)}
-            | {"(1 − ηλ)ᵗ": expected},
-            axes=axes,
-            title=name,
-            xlabel="step",
-            ylabel="mean of the weights",
-            styles={"(1 − ηλ)ᵗ": {"color": INK, "linestyle": ":"}},
-            legend="best" if axes is panels[-1] else "none",
-        )
-        axes.label_outer()
-    plt.show()
-
-
 def show_broken_runs(runs: Mapping[str, Mapping[str, Any]], floor: float) -> None:
     """Show losses and gradient norms of the broken runs, each above a healthy one in gray.
 

@@ -8,12 +8,14 @@ and no model can expect to do better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
 from lib.data.stories import SLOT, Slots, block_draws, build_tables, in_validation, tell
+from lib.tokenizer.pretokenize import SEPARATOR
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ def held_out_stories(number: int, *, seed: int = 0) -> list[ToldStory]:
                 if len(stories) == number:
                     return stories
     raise AssertionError("blocks have no end")
+
+
+def bits_per_byte(stories: Sequence[ToldStory]) -> float:
+    """The floor: the bits of all choices that made `stories`, for each byte of their text."""
+    choices = [choice for story in stories for choice in story.choices]
+    bits = sum(math.log2(256 / choice.options.count(choice.shown)) for choice in choices)
+    # a separator has no bytes, as for the models
+    return bits / sum(len(story.text.replace(SEPARATOR, "").encode()) for story in stories)
 
 
 def choices_of(draws: bytes) -> list[Choice]:

@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 
 from lib.core.records import append_record, new_record
-from lib.core.settings import PositiveInt, settings
 from lib.lessons.triton import solutions_triton as solutions
+from lib.lessons.triton.records import KERNELS
 from lib.profiling.measurement import measure_interleaved
 
 EPS = 1e-5
@@ -20,31 +20,15 @@ EPS = 1e-5
 CALLS = 20
 
 
-@settings
-class KernelTimesConfig:
-    """Kernels of notebook 05, and PyTorch's, in float16."""
-
-    rows: PositiveInt = 32_768
-    """Rows of what is normalized, as many as tokens in a step."""
-
-    width: PositiveInt = 768
-    """Numbers in a row."""
-
-    edge: PositiveInt = 8192
-    """Edge of the matrices that are multiplied."""
-
-    groups: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16)
-    """Rows of tiles in a group, for the order of a matmul's programs."""
-
-    samples: PositiveInt = 30
-    """Samples of each, interleaved."""
-
-    output: Path = Path("artifacts/triton_kernels.jsonl")
-    """File of records; new ones are appended."""
+# Rows of what is normalized, as many as tokens in a step, and the numbers in each.
+ROWS, WIDTH = 32_768, 768
+# Edge of the matrices that are multiplied, and rows of tiles in a group of a matmul's programs.
+EDGE, GROUPS = 8192, (1, 2, 4, 8, 16)
+SAMPLES = 30
 
 
-def measure_kernels(config: KernelTimesConfig) -> None:
-    """Time all candidates on this GPU, and append a record for each.
+def measure_kernels(path: Path = KERNELS) -> None:
+    """Time all candidates on this GPU, in float16, and append a record for each to `path`.
 
     Each is recorded as a CUDA graph of many calls: launched one by one, kernels as short as these
     take as long as their launch.
@@ -56,17 +40,18 @@ def measure_kernels(config: KernelTimesConfig) -> None:
     if not torch.cuda.is_available():
         raise ValueError("lessons kernels needs a CUDA device, found none")
     device = torch.device("cuda")
-    for candidates in (row_candidates(config), matmul_candidates(config)):
+    config = {"rows": ROWS, "width": WIDTH, "edge": EDGE, "samples": SAMPLES}
+    for candidates in (row_candidates(), matmul_candidates()):
         expected = next(iter(candidates.values()))()
         for name, run in candidates.items():
             if name.startswith(("F.", "rms_norm", "RMSNorm", "matmul")):
                 torch.testing.assert_close(run(), expected, rtol=1e-2, atol=1e-1)
         graphs = [graph_of(run).replay for run in candidates.values()]
-        measured = measure_interleaved(graphs, device=device, warmup=3, samples=config.samples)
+        measured = measure_interleaved(graphs, device=device, warmup=3, samples=SAMPLES)
         for name, found in zip(candidates, measured):
             us, iqr_us = (1e3 * ms / CALLS for ms in (found.median_ms, found.iqr_ms))
             figures = {"name": name, "median_us": us, "iqr_us": iqr_us}
-            append_record(config.output, new_record(figures, config=config, seed=0, device=device))
+            append_record(path, new_record(figures, config=config, seed=0, device=device))
             print(f"{name:28} {us:10.1f} µs, IQR {iqr_us:.1f}")
 
 
@@ -84,16 +69,17 @@ def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def row_candidates(config: KernelTimesConfig) -> dict[str, Callable[[], Tensor]]:
+def row_candidates() -> dict[str, Callable[[], Tensor]]:
     """Kernels that pass over rows: RMSNorm in five ways, softmax, a sum with a bias."""
-    rows, width = config.rows, config.width
+    rows, width = ROWS, WIDTH
     x, bias = (
         torch.randn(rows, width, device="cuda").half(),
         torch.randn(width, device="cuda").half(),
     )
     y = torch.empty_like(x)
     kernels = {
-        name: triton.jit(getattr(solutions, name)) for name in ("rms_norm", "softmax", "add_bias")
+        name: triton.jit(getattr(solutions, name).solve)
+        for name in ("rms_norm", "softmax", "add_bias")
     }
     tiles = {"ROWS": 8, "COLUMNS": 256}
     grid = (triton.cdiv(rows, 8), triton.cdiv(width, 256))
@@ -123,9 +109,9 @@ def row_candidates(config: KernelTimesConfig) -> dict[str, Callable[[], Tensor]]
     }
 
 
-def matmul_candidates(config: KernelTimesConfig) -> dict[str, Callable[[], Tensor]]:
+def matmul_candidates() -> dict[str, Callable[[], Tensor]]:
     """A matmul by cuBLAS, and by tiles of 128 × 128 with its programs in groups."""
-    n = config.edge
+    n = EDGE
     a, b = (0.1 * torch.randn(n, n, device="cuda") for _ in range(2))
     a, b, c = a.half(), b.half(), torch.empty(n, n, device="cuda", dtype=torch.float16)
     sizes = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
@@ -140,5 +126,5 @@ def matmul_candidates(config: KernelTimesConfig) -> dict[str, Callable[[], Tenso
 
         return run
 
-    found = {f"matmul, groups of {group}": by_group(group) for group in config.groups}
+    found = {f"matmul, groups of {group}": by_group(group) for group in GROUPS}
     return {"torch.matmul": lambda: a @ b} | found

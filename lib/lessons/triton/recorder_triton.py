@@ -65,9 +65,6 @@ class Access:
     masked: np.ndarray
     """The same of the lanes that the mask turns off."""
 
-    shape: tuple[int, ...]
-    """The shape of the tile."""
-
 
 @dataclass
 class Memory:
@@ -331,7 +328,6 @@ class _Recorder:
             tensor=memory.name,
             offsets=offsets[is_on],
             masked=offsets[~is_on],
-            shape=offsets.shape,
         )
         self.run.accesses.append(access)
         self.run.largest_tile = max(self.run.largest_tile, offsets.size)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 from lib.core.files import ROOT
 from lib.core.records import read_records
-from lib.lessons.profiling.records import PROFILES, block_on_gpu, place_of, sizes_on_gpu
-from lib.profiling.roofline import Limits, MeasuredOperation
+from lib.lessons.profiling.records import block_on_gpu, place_of, profile_record
+from lib.profiling.roofline import MeasuredOperation
 
-PROFILE = "compiled"
 KERNELS = ROOT / "artifacts/triton_kernels.jsonl"
 
 
@@ -26,14 +23,9 @@ def spread_of_own_kernels() -> dict[str, float]:
     return {figures["name"]: figures["iqr_us"] for figures in found}
 
 
-def recorded_limits() -> Limits:
-    """Return what the recorded GPU reaches in a large bfloat16 matmul and in a large copy."""
-    return block_on_gpu()[0]
-
-
 def recorded_kernels() -> dict[str, float]:
     """Kernel -> µs of one call in a training step of gpt2-124m, 32 × 1,024 tokens, bfloat16."""
-    record = json.loads((PROFILES / PROFILE / "summary.json").read_text(encoding="utf-8"))
+    record = profile_record("compiled")
     print(f"kernels of a training step of {record['figures']['model']}, {place_of(record)}")
     return {
         row["name"]: 1e3 * row["ms"] / row["calls"] for row in record["figures"]["kernel_times"]
@@ -43,8 +35,3 @@ def recorded_kernels() -> dict[str, float]:
 def recorded_points(*names: str) -> list[MeasuredOperation]:
     """Operations of a block of the same model, by PyTorch."""
     return [point for point in block_on_gpu()[1] if point.name in names]
-
-
-def recorded_additions() -> dict[int, float]:
-    """Numbers in a float32 tensor -> µs of adding 1 to it in place."""
-    return sizes_on_gpu()

@@ -264,6 +264,13 @@ step=step) => step=0) | the step isn't counted up in `state`; bias correction ne
 (v_hat.sqrt() + eps) => (v_hat + eps).sqrt() | ε is under the root; add it to the root
 torch.zeros(-len(joined) % ranks.count)]) => ])[: len(joined) // ranks.count * ranks.count]
     | the last elements are cut off; pad to a multiple of the ranks
+ranks.reduce_scatter(flat(grads)) / ranks.count => flat(grads).chunk(ranks.count)[ranks.number]
+    | each rank updates its slice with its own gradient; the mean over the ranks is needed
+state.get("step", 0) + 1 => state.get("step", 0)
+    | the first step counts as 0, so that bias correction divides by 0; count from 1
+(v_hat.sqrt() + eps) => (v_hat + eps) | the root of v is missing
+gradient**2 => gradient | v averages the gradient; it averages its square
+0.9, 0.95, 1e-8 => 0.9, 0.999, 1e-8 | β₂ is 0.999, as usual for Adam; here it is 0.95
 """
 
 
@@ -391,4 +398,8 @@ mine = torch.zeros(length) => buffer = torch.cat([read(f, 0, saved) for f in ran
     padded = torch.cat([buffer[:num_elements], torch.zeros(n * length)]);
     return padded[rank * length : (rank + 1) * length]
     | all files are read, whole, and then cut; read what is in this rank's slice
+in range(saved_by) => in range(min(n, saved_by))
+    | only as many files are read as there are ranks now; `saved_by` ranks wrote them
+if first < last: => if first < last and not mine.any():
+    | only the first file that has something of this slice is read; go on to the next
 """

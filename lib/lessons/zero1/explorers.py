@@ -91,55 +91,6 @@ def verdict(memory: RankMemory) -> str:
     return f"{words}, fits into {card} GB"
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """The choices of the sliders of `memory_explorer`."""
-
-    model: str
-    ranks: int
-    precision: str
-    stage: str
-    sequences: int
-    context: int
-    checkpointing: str
-    own_width: int
-    own_layers: int
-
-    def config(self) -> ModelConfig:
-        """The model of this case."""
-        if self.model == OWN:
-            return own_config(self.own_width, self.own_layers)
-        return model_preset(self.model)
-
-    def memory(self, stage: str) -> RankMemory:
-        """Bytes of a rank with `stage` in place of the chosen one."""
-        return stage_memory(
-            self.config(),
-            self.ranks,
-            stage,
-            self.precision,
-            batch_size=self.sequences,
-            context=self.context,
-            checkpoints=self.checkpointing == "on",
-        )
-
-
-def draw_setting(figure: Figure, case: Case) -> None:
-    """Bars of a rank's bytes by kind: of plain data parallelism, and below of the chosen stage."""
-    bars, peaks, config = {}, {}, case.config()
-    for each in dict.fromkeys(("DDP", case.stage)):
-        memory = case.memory(each)
-        bars[each] = memory_kinds(config, memory, case.ranks, is_sharded=each != "DDP")
-        peaks[each] = memory.peak
-    words = f"{case.model}, {num_parameters(config) / 1e9:.3g} billion weights, {case.ranks} rank"
-    words += "s" * (case.ranks > 1)
-    words += f", {case.sequences} × {case.context:,} tokens"
-    words += ", checkpoints" * (case.checkpointing == "on")
-    title = f"{words}, {case.precision},\n{case.stage}: {verdict(memory)}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    draw_kinds(figure.subplots(), bars, peaks)
-
-
 def own_config(d_model: int, num_layers: int) -> ModelConfig:
     """A model of these sizes, in all else as the presets are."""
     sizes: dict = {"d_model": d_model, "num_layers": num_layers, "d_ff": 4 * d_model}
@@ -147,16 +98,41 @@ def own_config(d_model: int, num_layers: int) -> ModelConfig:
 
 
 def memory_explorer(*, start: tuple[str, int, str, str, int, int, str]) -> VBox:
-    """Sliders for a `Case`; the bytes of a rank by kind.
+    """Sliders for a model and how it is trained; the bytes of a rank by kind.
 
-    The last two sliders are the width and layers of the model `own sizes`.
+    The upper bar is plain data parallelism. The last two sliders are the width and layers of the
+    model `own sizes`.
 
     Args:
         start: model, ranks, precision, stage, sequences, context and checkpointing shown at first.
     """
 
-    def draw(figure: Figure, **chosen: Any) -> None:
-        draw_setting(figure, Case(**chosen))
+    def draw(
+        figure: Figure,
+        model: str,
+        ranks: int,
+        precision: str,
+        stage: str,
+        sequences: int,
+        context: int,
+        checkpointing: str,
+        own_width: int,
+        own_layers: int,
+    ) -> None:
+        config = own_config(own_width, own_layers) if model == OWN else model_preset(model)
+        how: dict = {"batch_size": sequences, "context": context}
+        how["checkpoints"] = checkpointing == "on"
+        bars, peaks = {}, {}
+        for each in dict.fromkeys(("DDP", stage)):
+            memory = stage_memory(config, ranks, each, precision, **how)
+            bars[each] = memory_kinds(config, memory, ranks, is_sharded=each != "DDP")
+            peaks[each] = memory.peak
+        words = f"{model}, {num_parameters(config) / 1e9:.3g} billion weights, {ranks} rank"
+        words += "s" * (ranks > 1) + f", {sequences} × {context:,} tokens"
+        words += ", checkpoints" * (checkpointing == "on")
+        title = f"{words}, {precision},\n{stage}: {verdict(memory)}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        draw_kinds(figure.subplots(), bars, peaks)
 
     controls: dict = {
         "model": [*SIZES, OWN],
@@ -170,5 +146,4 @@ def memory_explorer(*, start: tuple[str, int, str, str, int, int, str]) -> VBox:
         "own_layers": range(4, 97, 4),
     }
     first = dict(zip(controls, start)) | {"own_width": 4096, "own_layers": 32}
-    show = picture(draw, width=9.0, height=3.8)
-    return explorer(show, start=first, **controls)
+    return explorer(picture(draw, width=9.0, height=3.8), start=first, **controls)

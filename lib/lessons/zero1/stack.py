@@ -70,11 +70,9 @@ def flashddp(stack: Stack, group: SimulatedGroup) -> tuple:
     return model, step
 
 
-def zero1(stack: Stack, group: SimulatedGroup, *, under_forward: bool = False) -> tuple:
-    """ZeRO-1 of the library: a bucket a layer, reduce-scattered under backward.
-
-    Args:
-        under_forward: whether weights are gathered under the next forward pass.
+def zero1(stack: Stack, group: SimulatedGroup) -> tuple:
+    """ZeRO-1 of the library: a bucket a layer, reduce-scattered under backward, whose weights are
+    gathered under the next forward pass.
     """
     optimizer = ShardedOptimizer(
         stack.parameters(),
@@ -85,8 +83,7 @@ def zero1(stack: Stack, group: SimulatedGroup, *, under_forward: bool = False) -
         overlap=True,
         bucket_cap_mb=_layer_mb(stack),
     )
-    if under_forward:
-        stack.before_part = optimizer.overlap_gather_with_forward(list(stack.parts), in_graph=False)
+    stack.before_part = optimizer.overlap_gather_with_forward(list(stack.parts), in_graph=False)
     return stack, optimizer.step
 
 

@@ -86,12 +86,12 @@ def test_between_hosts_the_slowest_bandwidth_and_the_mean_latency_count():
     assert fast.link(8) == fast.inside
 
 
-def test_without_overlap_one_message_of_all_gradients_is_added():
+def test_gradients_that_fit_one_bucket_are_one_float32_message_after_backward(monkeypatch):
+    monkeypatch.setattr(costs, "BUCKET_CAPS_MB", (10**6,))
     link = CLUSTER.link(8)
-    found = predict_step(SHAPE, 8, link, alone_ms=50.0, overlap=False)
     cost = (4 * num_parameters(SHAPE), 8, link.latency_us, link.bandwidth_gbs)
+    found = predict_step(SHAPE, 8, link, alone_ms=50.0)
     assert found.exposed_ms == pytest.approx(predicted_ms("all_reduce", *cost))
-    assert predict_step(SHAPE, 1, link, alone_ms=50.0).step_ms == 50
 
 
 def test_gradients_are_sent_in_the_last_pass_and_of_several_passes_once():
@@ -101,6 +101,7 @@ def test_gradients_are_sent_in_the_last_pass_and_of_several_passes_once():
     )
     assert once.exposed_ms == pytest.approx(twice.exposed_ms)
     assert once.exposed_ms > 0
+    assert predict_step(SHAPE, 1, CLUSTER.link(1), alone_ms=50.0).step_ms == 50
 
 
 def test_the_best_of_the_bucket_sizes_is_taken(monkeypatch):

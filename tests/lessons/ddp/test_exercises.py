@@ -79,11 +79,6 @@ def test_what_ranks_train_is_what_one_process_trains_on_their_sequences(job, sol
         torch.testing.assert_close(weights, alone)
 
 
-def test_an_attempt_that_returns_nothing_is_told_so():
-    assert "the result is None; is a `return` missing?" in verdict(plan, lambda sizes: None)
-    assert "rank 0, sum: yours None, expected tensor" in verdict(ring, lambda *given: None)
-
-
 def test_a_wrapper_that_returns_nothing_is_told_what_to_return():
     text = verdict(data_parallel, lambda *arguments: None)
     assert "return the function that ends a step, not None" in text
@@ -99,12 +94,6 @@ def test_buckets_are_those_of_the_wrapper(seed):
     buckets = fill_buckets(reversed(params), cap_bytes=3 * 2**20)
     numbers = [[index[id(param)] for param in bucket] for bucket in buckets]
     assert numbers == assign_buckets.solve(sizes, 3 * 2**20, 2**20)
-
-
-def test_buckets_may_be_tuples():
-    assert verdict(assign_buckets, lambda *given: [*map(tuple, assign_buckets.solve(*given))]) == (
-        "right: as expected on 150 random inputs"
-    )
 
 
 def test_a_bucket_in_place_of_its_number_is_named():
@@ -131,15 +120,7 @@ def test_the_broken_function_of_the_notebook_is_first_told_who_waits_for_whom(se
 
 
 def test_the_solution_plans_the_best_of_all_cuts():
-    def sent_after(buckets):
-        layers, sent = 0, 0.0
-        for bucket in buckets:
-            layers += len(bucket)
-            weights = sum(exercises.BOARD.sizes[index] for index in bucket)
-            sent = max(sent, 2.0 * layers) + 1.5 + 16e-6 * weights
-        return sent
-
-    order = [*reversed(range(len(exercises.BOARD.sizes)))]
+    order = [*reversed(range(len(exercises.BOARD)))]
     ways = []
     for cuts in itertools.product([False, True], repeat=len(order) - 1):
         buckets = [[order[0]]]
@@ -147,15 +128,8 @@ def test_the_solution_plans_the_best_of_all_cuts():
             if is_cut:
                 buckets.append([])
             buckets[-1].append(index)
-        ways.append(sent_after(buckets))
-    found = plan.solve(list(exercises.BOARD.sizes))
-    assert sent_after(found) == pytest.approx(min(ways))
-    # forward takes 1 ms a layer
-    assert exercises.step_ms(plan.solve) == pytest.approx(len(order) + min(ways), rel=1e-3)
-
-
-def test_one_bucket_is_a_plan_too():
-    def attempt(sizes):
-        return [[*reversed(range(len(sizes)))]]
-
-    assert verdict(plan, attempt, seed=0).startswith("right")
+        ways.append(exercises.step_ms(lambda sizes: buckets))  # noqa: B023
+    assert exercises.step_ms(plan.solve) == pytest.approx(min(ways))
+    # what two ranks took on a simulated network, as the notebook says
+    assert exercises.step_ms(exercises.a_quarter_each) == pytest.approx(56.98)
+    assert exercises.step_ms(plan.solve) == pytest.approx(51.26)

@@ -1,32 +1,11 @@
-"""What ranks of lessons train with: a model, sequences of their own, times and traces."""
+"""What ranks of lessons train with: a model, sequences of their own, plain descent."""
 
-import pytest
 import torch
 
-from lib.ddp.launcher import launch
-from lib.ddp.process_group import rank
 from lib.lessons.ddp import ranks
 from lib.model.config import ModelConfig
 
 SHAPE = ModelConfig(vocab_size=32, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=32)
-
-pytestmark = pytest.mark.usefixtures("quick_ranks")
-
-
-def step() -> None:
-    model = ranks.make_model(SHAPE)
-    model(*ranks.batch(SHAPE, 2, 0, [rank()])).backward()
-    ranks.descend(model)
-
-
-def timed() -> dict:
-    return ranks.time_runs({"one": step, "other": step}, 3, torch.device("cpu"))
-
-
-def test_times_are_the_same_on_all_ranks():
-    times, same = launch(timed, 2, backend="gloo")
-    assert times == same
-    assert [len(found) for found in times.values()] == [3, 3]
 
 
 def test_ranks_have_sequences_of_their_own_and_a_batch_is_all_of_them():

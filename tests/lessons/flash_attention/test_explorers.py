@@ -1,7 +1,6 @@
 """Displays of notebooks 06 and 07: online softmax in steps, code of kernels, records."""
 
 import ast
-import importlib.util
 import json
 from pathlib import Path
 
@@ -51,19 +50,6 @@ def test_exponentials_are_drawn_for_the_keys_seen_and_shrink_with_a_new_maximum(
     assert exponentials[2][2] == pytest.approx(np.exp(2 - 30))
     starts = ["Nothing seen", "First tile: m = 2.00", "m: 2.00 → 30.00", "m stays 30.00"]
     assert all(text.startswith(start) for text, start in zip(words, starts, strict=True))
-
-
-def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    text = show_kernel(
-        "flash_attention/triton_kernels", "_load_rows", "row = tl.arange", "column"
-    ).data
-    file = "lib/flash_attention/triton_kernels.py"
-    link, shown = text.split(", ", 1)
-    assert shown.startswith("`_load_rows`:\n\n```python\nrow =")
-    line = int(link.removeprefix(f"[`{file}`](../{file}#line=").removesuffix(")"))
-    assert "row = tl.arange" in (ROOT / file).read_text(encoding="utf-8").splitlines()[line]
-    assert text.endswith("column = tl.arange(0, BD)\n```")
 
 
 SHOWING = [

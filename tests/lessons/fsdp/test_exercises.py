@@ -9,7 +9,6 @@ from lib.lessons.exercise import edited, verdict
 from lib.lessons.fsdp import exercises
 from lib.lessons.fsdp.exercises import (
     clip,
-    fast_order,
     mlp_case,
     one_pass,
     order,
@@ -53,11 +52,7 @@ def holding(what):
 
 @pytest.mark.parametrize(
     "what",
-    [
-        *("w1", "w1[:1]", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"),
-        *("w1.numpy().copy(),", "w2.tolist()", "w1.numpy().tobytes()", "[{'a': w1.T}]"),
-        "[row.clone() for row in w1]",
-    ],
+    ["w1", "w1[:1]", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"],
 )
 def test_a_rank_must_not_hold_whole_matrices_until_backward(what):
     text = verdict(sharded_mlp, holding(what))
@@ -98,18 +93,14 @@ def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(caps
 
 
 @pytest.mark.parametrize(
-    ("exercise", "attempt", "said"),
+    ("result", "said"),
     [
-        (order, lambda blocks: [("gather", 0)], "what is wrong: yours 'forward of block 0 is mis"),
-        (sharded_mlp, lambda *_: None, "the result is None; is a `return` missing?"),
-        (clip, lambda *_: None, "the result is None; is a `return` missing?"),
-        (order, lambda *_: None, "the result is None; is a `return` missing?"),
-        (fast_order, lambda *_: None, "the result is None; is a `return` missing?"),
-        (tensor_parallel_mlp, lambda *_: None, "the result is None; is a `return` missing?"),
+        ([("gather", 0)], "what is wrong: yours 'forward of block 0 is mis"),
+        (None, "the result is None; is a `return` missing?"),
     ],
 )
-def test_what_is_wrong_with_a_result_of_another_kind_is_said(exercise, attempt, said):
-    assert said in verdict(exercise, attempt).splitlines()[1]
+def test_what_is_wrong_with_an_order_is_said(result, said):
+    assert said in verdict(order, lambda blocks: result).splitlines()[1]
 
 
 def test_what_ranks_train_together_is_what_one_process_trains():

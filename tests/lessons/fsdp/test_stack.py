@@ -5,17 +5,18 @@ from functools import partial
 import pytest
 
 from lib.ddp.launcher import launch
+from lib.fsdp import FSDP
 from lib.lessons.ddp.stack import Layers, miniatures, step_rows, time_steps
 from lib.lessons.fsdp.exercises import just_in_time, prefetching
 from lib.lessons.fsdp.orders import Costs, play
-from lib.lessons.fsdp.stack import count_gathers, timed_fsdp
+from lib.lessons.fsdp.stack import count_gathers
 from lib.lessons.simulated_network import Network
 from lib.profiling.collectives import Link
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 LAYERS = Layers((3000,) * 4, forward=1.0, backward=2.0)
-MAKERS = {"prefetched": timed_fsdp, "just in time": partial(timed_fsdp, prefetch=False)}
+MAKERS = {"prefetched": FSDP, "just in time": partial(FSDP, prefetch=False)}
 
 
 def test_steps_of_timed_blocks_take_as_long_as_predicted_on_every_network():

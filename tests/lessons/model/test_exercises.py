@@ -57,9 +57,7 @@ def attention_of_pytorch(x, w_q, w_k, w_v, w_out, num_heads, rope):
     q, k, v = (y.movedim(-2, 1) for y in (q, k, v))
     q, k = map(rope, (q, k))
     # its own math, since the check refuses the function itself
-    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, is_causal=True)
     return F.linear(out.movedim(1, -2).flatten(-2), w_out)
 
 

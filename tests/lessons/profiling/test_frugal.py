@@ -7,15 +7,8 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from lib.lessons.exercise import draw_inputs, verdict
+from lib.lessons.exercise import verdict
 from lib.lessons.profiling.exercises import loss_in_chunks
-
-
-def test_expected_values_are_finite_and_the_first_inputs_fit_on_a_line():
-    inputs = draw_inputs(loss_in_chunks, 0)
-    assert all(arguments[0].numel() <= 40 for arguments in inputs[:5])
-    tensors = [tensor for arguments in inputs for tensor in loss_in_chunks.solve(*arguments)]
-    assert all(tensor.isfinite().all() for tensor in tensors)
 
 
 def chunks_kept_in_a_list(hidden, weight, targets, chunk_tokens):

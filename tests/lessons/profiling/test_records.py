@@ -75,15 +75,3 @@ def test_a_recorded_trace_has_the_kernels_and_launches_of_its_summary(folder):
     assert busy_ms == pytest.approx(profile.busy_ms, rel=0.02)
     size = (records.PROFILES / folder / "step.json.gz").stat().st_size
     assert size < 300_000
-
-
-def test_recorded_steps_are_drawn_on_one_time_axis_or_a_part_of_it(drawn):
-    records.show_gpu_timelines("matrix_eager", "matrix_graph")
-    records.show_gpu_timelines("matrix_eager", start_ms=10, end_ms=12)
-    whole, part = drawn
-    first, second = (axes.get_xlim() for axes in whole.axes)
-    assert first == second
-    assert first[1] == pytest.approx(records.profiles()["matrix_eager"].step_ms)
-    assert part.axes[0].get_xlim() == (10, 12)
-    lanes = [label.get_text() for label in whole.axes[0].get_yticklabels()]
-    assert lanes == ["code", "inside", "host launches", "GPU"]

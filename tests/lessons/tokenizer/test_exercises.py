@@ -11,8 +11,8 @@ import tiktoken
 import tiktoken_ext.openai_public
 
 from lib.core.files import ROOT
-from lib.lessons.exercise import Exercise, draw_inputs, verdict
-from lib.lessons.tokenizer import exercises, figures
+from lib.lessons.exercise import draw_inputs, verdict
+from lib.lessons.tokenizer import figures
 from lib.lessons.tokenizer.exercises import (
     choose_tokens,
     encode_ranked,
@@ -36,20 +36,6 @@ def test_inputs_start_short_and_hold_an_empty_one():
     assert any(not arguments[0] for arguments in inputs)
 
 
-def merge_as_text(ids, pair, new_id):
-    text = " ".join(map(str, ids)).replace("{} {}".format(*pair), str(new_id))
-    return [int(token) for token in text.split()]
-
-
-def merge_same_objects(ids, pair, new_id):
-    merged, i = [], 0
-    while i < len(ids):
-        found = i + 1 < len(ids) and ids[i] is pair[0] and ids[i + 1] is pair[1]
-        merged.append(new_id if found else ids[i])
-        i += 2 if found else 1
-    return merged
-
-
 def merge_and_filter(ids, pair, new_id):
     ids = list(ids)
     for i in range(len(ids) - 1):
@@ -66,10 +52,7 @@ def merge_in_place(ids, pair, new_id):
     return list(ids)
 
 
-ONLY_FOR_SOME = [merge_as_text, merge_same_objects, merge_and_filter, merge_in_place]
-
-
-@pytest.mark.parametrize("attempt", ONLY_FOR_SOME)
+@pytest.mark.parametrize("attempt", [merge_and_filter, merge_in_place])
 def test_a_merge_that_is_right_only_for_some_ids_fails(attempt):
     assert attempt([1, 2, 1, 2, 2], (1, 2), 9) == [9, 9, 2]
     for seed in range(5):
@@ -190,12 +173,6 @@ def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():
         found = hashlib.sha256(file.read()).hexdigest()
     source = inspect.getsource(tiktoken_ext.openai_public.gpt2)
     assert f'vocab_bpe_hash="{found}"' in source
-
-
-def test_each_exercise_has_four_mistakes_or_more():
-    for exercise in vars(exercises).values():
-        if isinstance(exercise, Exercise):
-            assert len(exercise.mistake_table()) >= 4
 
 
 def test_recorded_speeds_have_a_row_for_each_encoder_with_the_fastest_first(capsys):

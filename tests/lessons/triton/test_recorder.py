@@ -11,7 +11,7 @@ tl = triton.language
 
 from lib.lessons.triton import solutions_triton as solutions  # noqa: E402
 from lib.lessons.triton.compile_triton import compile_for  # noqa: E402
-from lib.lessons.triton.recorder_triton import KernelError, watch, watched  # noqa: E402
+from lib.lessons.triton.recorder_triton import KernelError, watch  # noqa: E402
 from lib.model.elementwise_triton import _swiglu_kernel  # noqa: E402
 from tests.model.kernels import OUTSIDE_THE_INTERPRETER, assert_passed  # noqa: E402
 
@@ -82,7 +82,7 @@ def test_a_matmul_kernel_loads_each_operand_once_for_each_tile_of_the_other(tile
     c = torch.empty(32, 32)
     sizes = {"ROWS": tile[0], "COLUMNS": tile[1], "DEPTH": 16}
     grid = (32 // tile[0], 32 // tile[1])
-    run = watch(solutions.matmul, grid, a, b, c, 32, 32, 32, **sizes)
+    run = watch(solutions.matmul.solve, grid, a, b, c, 32, 32, 32, **sizes)
     torch.testing.assert_close(c, a @ b)
     assert run.flops["matmul"] == 2 * 32**3
     assert run.bytes_moved("load", "a") == a.nbytes * 32 / tile[1]
@@ -95,14 +95,6 @@ def test_a_kernel_of_the_library_does_the_same_when_it_is_recorded():
     watch(_swiglu_kernel, (3, 1), x, out, out, D_FF=20, BLOCK=32)
     gate, value = x.float().chunk(2, -1)
     torch.testing.assert_close(out, (torch.nn.functional.silu(gate) * value).half())
-
-
-def test_launches_of_a_kernel_are_recorded_inside_a_function():
-    x, w, bias = torch.randn(5, 20), torch.randn(20, 18), torch.randn(18)
-    with watched() as runs:
-        y = solutions.linear_relu(x, w, bias)
-    torch.testing.assert_close(y, torch.relu(x @ w + bias))
-    assert [run.grid for run in runs] == [(1, 2)]
 
 
 def test_a_kernel_compiles_before_and_after_it_was_interpreted(tmp_path, monkeypatch):

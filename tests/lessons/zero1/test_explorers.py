@@ -3,7 +3,6 @@
 import pytest
 
 from lib.lessons.zero1.explorers import (
-    CONTEXTS,
     PRECISIONS,
     STAGES,
     memory_kinds,
@@ -29,18 +28,6 @@ def test_kinds_add_up_to_what_the_formula_counts(precision, name, ranks):
     counted = (memory.parameters, memory.gradients, memory.optimizer_state, memory.activations)
     assert sum(kinds.values()) == sum(counted) + memory.communication + memory.gathered
     assert min(kinds.values()) >= 0
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_checkpoints_save_activations_and_the_more_the_longer_the_context(context):
-    xl = model_preset("xl")
-    plain, kept = (
-        stage_memory(xl, 8, "zero1", context=context, checkpoints=on) for on in (False, True)
-    )
-    # the inputs of 48 blocks and one whole block, of 48
-    assert plain.activations / 20 < kept.activations < plain.activations / 5
-    assert kept.peak <= plain.peak
-    assert plain.peak > stage_memory(xl, 8, "zero1", context=context // 2).peak
 
 
 def test_masters_are_four_bytes_for_each_weight_that_has_two():
