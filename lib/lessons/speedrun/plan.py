@@ -273,9 +273,23 @@ def run_training(
 ) -> TrainResult:
     """Train with `config` in the processes of `plan` until `time.time()` reaches `deadline`.
 
-    The same call with a later deadline resumes the run. With several processes, which are launched
-    here, `on_metrics` is not called.
+    The same call with a later deadline resumes the run. However slow the machine, the run gets a
+    line of metrics. With several processes, which are launched here, `on_metrics` is not called.
     """
+    result = _train_until(plan, config, deadline, on_metrics)
+    if result.status == "stopped" and result.step < config.log_interval:
+        # too early for a line of metrics: take one more step, and log it with those before
+        config = dataclasses.replace(config, log_interval=1)
+        result = _train_until(plan, config, deadline, on_metrics)
+    return result
+
+
+def _train_until(
+    plan: Plan,
+    config: TrainConfig,
+    deadline: float,
+    on_metrics: Callable[[dict[str, Any]], None] | None,
+) -> TrainResult:
     from lib.ddp.launcher import launch
     from lib.training.loop import train
 

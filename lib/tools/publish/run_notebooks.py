@@ -190,7 +190,7 @@ def run_cells(
         insert_parameters(notebook, "\n".join(("# Parameters", *lines)))
     started, total = time.monotonic(), len(notebook.cells)
     environment = {THREADS: str(threads)} if threads and THREADS not in os.environ else {}
-    # disable=None: no bars in a log, where the lines of `_print_result` are enough
+    # disable=None: no bars in a log, where a line for each notebook is enough
     options = bar_size() | {"leave": False, "disable": None}
     with tqdm(total=total, desc=job.name, bar_format=BAR, **options) as bar:
         reached = 0
