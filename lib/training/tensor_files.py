@@ -19,7 +19,7 @@ from lib.core.settings import require
 
 # The dtypes that safetensors has, and their names there.
 DTYPES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-DTYPES |= {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16"}
+DTYPES |= {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.complex64: "C64"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
@@ -44,7 +44,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     with atomic_write(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            plain = tensors[name].detach().cpu().contiguous()
+            plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
             # one element may have any stride
             flat = plain.as_strided((plain.numel(),), (1,))
             file.write(flat.view(torch.uint8).numpy().data)
@@ -74,7 +74,8 @@ def find_tied(tensors: dict[str, Tensor]) -> dict[str, str]:
     first, tied = {}, {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        kept = first.setdefault(memory, name)
+        # x and x.conj() share memory, and differ in how it is read
+        kept = first.setdefault((*memory, tensor.is_conj(), tensor.is_neg()), name)
         if kept != name:
             tied[name] = kept
     return tied
