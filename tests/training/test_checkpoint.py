@@ -375,7 +375,7 @@ def test_keep_last_deletes_oldest_first_and_hides_before_it_deletes(tmp_path, mo
         ({"step": -1}, "step must be at least 0, got -1"),
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
         ({"extra": {"path": ROOT}}, "extra and .* must be JSON values: .*Path"),
-        ({"tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "tensors: a must .*complex64"),
+        ({"tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "tensors: a must .*complex128"),
         ({"tensors": {"a": 3}}, "tensors: a must be a dense tensor .*, got int"),
         ({"model": {"a": torch.ones(2).to_sparse()}}, "model: a must be a dense .*_coo"),
         (
