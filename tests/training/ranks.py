@@ -259,11 +259,15 @@ def held_in_evaluation(how: dict[str, Any]) -> dict[str, int]:
     # what the batch of a step takes is no part of it
     tokens, ones = random_tokens(20, 61, seed=0), np.ones(61, np.int64)
     evaluate(step.parallel, tokens, ones, batch_size=1, device="cpu")
-    before, held = _bytes_of_tensors() - others, []
+    before, held, most = _bytes_of_tensors() - others, [], []
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: held.append(_bytes_of_tensors() - others))
-    evaluate(step.parallel, tokens, ones, batch_size=1, device="cpu")
-    return {"before": before, "most": max(held), "model": sizes[0], "block": sizes[1]}
+    # the least of three, since what else this process does may hold tensors meanwhile
+    for _ in range(3):
+        held.clear()
+        evaluate(step.parallel, tokens, ones, batch_size=1, device="cpu")
+        most.append(max(held))
+    return {"before": before, "most": min(most), "model": sizes[0], "block": sizes[1]}
 
 
 def _bytes_of_tensors() -> int:
