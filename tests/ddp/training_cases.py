@@ -175,10 +175,10 @@ class Trained(NamedTuple):
     """Of all parameters in the end."""
 
     elements: int
-    """Of this rank's optimizer state."""
+    """The number of elements in this rank's optimizer state."""
 
     whole_elements: int
-    """Of the state in one process."""
+    """The number in the state of one process."""
 
 
 def train(

@@ -1,4 +1,4 @@
-"""What notebooks import is there, and sections that nothing later needs come last."""
+"""Notebooks import names that exist, and sections that nothing later needs come last."""
 
 import ast
 import importlib

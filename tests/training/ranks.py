@@ -349,7 +349,7 @@ def evaluate_on(tokens: np.ndarray) -> Evaluation:
 
 
 def refused_by_rank_1(config: TrainConfig) -> dict[str, tuple[str, str]]:
-    """What rank 1 alone refuses in an evaluation, and in resuming."""
+    """The errors of rank 1 alone in an evaluation, and in resuming."""
     is_second = process_group.rank() == 1
     tokens = random_tokens(83, 61, seed=0)
     found = {

@@ -22,7 +22,7 @@ from lib.lessons.triton.kernels import Launch, Puzzle
 
 
 def puzzle(launch: Callable[..., Launch], *example: Any) -> dict[str, Any]:
-    """What the puzzles have in common; the inputs of an exercise are those of `launch`."""
+    """The harness that the puzzles share; the inputs of an exercise are those of `launch`."""
 
     def show(*given: Any) -> str:
         pairs = zip(inspect.signature(launch).parameters, given)

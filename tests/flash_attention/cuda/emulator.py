@@ -97,7 +97,7 @@ def tensor_map(x: Tensor, rows: int) -> ctypes.Array:
 def load_backward(
     tiles: fused.Tiles, device: None, is_bfloat16: bool, is_causal: bool, has_rope: bool
 ) -> list[fused.Launch]:
-    """What `fused.load_kernels` gives, on a CPU."""
+    """Stand in for `fused.load_kernels`, on a CPU."""
     macros = tiles.constants(is_bfloat16, is_causal, has_rope)
     library = _library(tiles.source, "Backward", tuple(macros.items()))
     return [
@@ -110,7 +110,7 @@ def load_backward(
 def load_forward(
     tiles: unpadded.Tiles, device: None, is_bfloat16: bool, is_causal: bool
 ) -> unpadded.Launch:
-    """What `unpadded.load_kernel` gives, on a CPU."""
+    """Stand in for `unpadded.load_kernel`, on a CPU."""
     macros = tiles.constants(is_bfloat16, is_causal)
     library = _library("hopper_forward", "Forward", tuple(macros.items()))
     threads = 128 * (tiles.warpgroups + 1)

@@ -1,4 +1,4 @@
-"""What ranks of lessons train with: a model, sequences of their own, plain descent."""
+"""The toys that ranks of lessons train with: a model, sequences of their own, plain descent."""
 
 import torch
 

@@ -148,7 +148,7 @@ class OwnCheckpoint(torch.autograd.Function):
 
 
 def in_checkpoints(num_segments=None):
-    """Checkpoints of the notebook, of one block each or of so many segments."""
+    """Checkpoints of the notebook, of one block each, or of a number of segments."""
 
     def forward(blocks, x):
         size = len(blocks) // num_segments if num_segments else 1

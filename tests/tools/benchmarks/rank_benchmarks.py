@@ -1,4 +1,4 @@
-"""What the tests of benchmarks on several ranks share: small settings, and cases."""
+"""Shared by the tests of benchmarks on several ranks: small settings, and cases."""
 
 from typing import Any
 
