@@ -8,6 +8,7 @@ them into a pandas DataFrame.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -177,6 +178,7 @@ def records(name: str | os.PathLike, **filters: Any) -> pd.DataFrame:
         filters: field -> the value that rows have there, or a list of values.
 
     Raises:
+        FileNotFoundError: there is no such file; names the closest of artifacts/.
         ValueError: no record has such a field; lists the known ones.
 
     Example:
@@ -185,6 +187,11 @@ def records(name: str | os.PathLike, **filters: Any) -> pd.DataFrame:
         ['fsdp', 'zero1']
     """
     path = Path(name) if Path(name).suffix else ROOT / f"artifacts/{name}.jsonl"
+    if not path.is_file():
+        known = [file.stem for file in sorted(path.parent.glob("*.jsonl"))]
+        close = difflib.get_close_matches(path.stem, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise FileNotFoundError(f"no file of records {path}{hint}")
     frame = to_frame(read_records(path))
     for field, value in filters.items():
         if field not in frame:

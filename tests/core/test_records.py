@@ -125,6 +125,8 @@ def test_records_in_a_frame_are_those_with_the_values_asked_for(tmp_path):
         records(path, sise=1)
     # by name, those of the repository
     assert set(records("sharding_benchmark", backend="nccl", ranks=4)["ranks"]) == {4}
+    with pytest.raises(FileNotFoundError, match=r"did you mean 'sharding_benchmark'\?"):
+        records("sharding_benchmrak")
 
 
 # Provenance

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from lib.core.files import ROOT, write_atomically
-from lib.core.records import read_records, records, to_markdown
+from lib.core.records import read_records, to_frame, to_markdown
 from lib.tools.benchmarks.attention_report import attention_rows
 
 # As many of the newest runs make an interval.
@@ -100,10 +100,10 @@ class Comparison:
 
     def read(self, artifacts: Path) -> pd.DataFrame:
         """The records of `file` in the folder `artifacts`, a row for each candidate."""
-        path = artifacts / f"{self.file}.jsonl"
+        found = read_records(artifacts / f"{self.file}.jsonl")
         if self.file == "attention_repeats":
-            return pd.DataFrame(attention_rows(read_records(path)))
-        return records(path)
+            return pd.DataFrame(attention_rows(found))
+        return to_frame(found)
 
     def row(self, frame: pd.DataFrame) -> dict[str, str]:
         """The row for the table: the speeds of the newest run, and how far its runs agree."""
