@@ -217,6 +217,8 @@ def test_random_tokens_fit_their_type(vocab_size, dtype):
     tokens = random_tokens(100_000, vocab_size, seed=0)
     assert tokens.dtype == dtype
     assert 0.99 * (vocab_size - 1) <= tokens.max() < vocab_size
+    with pytest.raises(ValueError, match="vocab_size must be a whole number, at least 1, got 0"):
+        random_tokens(1, 0, seed=0)
 
 
 def test_random_tokens_depend_on_the_seed_alone():

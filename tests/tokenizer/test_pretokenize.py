@@ -128,6 +128,10 @@ def test_chunks_are_about_as_long_as_asked_for():
     chunks = list(iter_chunks(io.BytesIO(data), 500))
     assert len(chunks) > 40
     assert max(map(len, chunks)) <= 600
+    # a long word is in a chunk of its own, also where a block is shorter than what decides on a cut
+    for chunk_bytes in (1, 3, 500):
+        chunks = list(iter_chunks(io.BytesIO(b"x" * 1000 + data), chunk_bytes, [b"<|a|>"]))
+        assert max(map(len, chunks[1:])) <= len(chunks[0]) / 2 <= 1000
     with pytest.raises(ValueError, match="chunk_bytes must be a whole number, at least 1"):
         list(iter_chunks(io.BytesIO(b"x"), 0))
 
@@ -146,6 +150,13 @@ def test_no_cut_within_a_special_token_that_holds_spaces():
         chunks = list(iter_chunks(io.BytesIO(data), chunk_bytes, [b"b", token]))
         assert b"".join(chunks) == data
         assert sum(chunk.count(token) for chunk in chunks) == 3
+
+
+def test_no_cut_within_a_special_token_wherever_the_search_begins():
+    token = b"<| " + b"two words " * 150 + b"|>"
+    for before in range(1000, 3200, 29):
+        data = b"a " + b"x" * before + token + b"y" * (5000 - before)
+        assert sum(c.count(token) for c in split_at_safe_cuts(data, 4000, [token])) == 1
 
 
 def test_no_cut_before_a_character_that_is_not_complete_yet():
