@@ -149,10 +149,6 @@ MEASURE: dict[str, Command] = {
         "Measure attention kernels against one another and PyTorch's.",
         "lib.tools.benchmarks.attention:benchmark_attention",
     ),
-    "benchmark tune-attention": Command(
-        "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
-        "lib.tools.benchmarks.tune_attention:tune",
-    ),
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
         "lib.tools.benchmarks.communication:benchmark_communication",

@@ -162,9 +162,6 @@ def test_every_tool_that_a_page_names_is_a_command():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_function_of_its_config(name):
-    # the tuner imports Triton
-    if name == "benchmark tune-attention":
-        pytest.importorskip("triton")
     each = COMMANDS[name]
     function = load(each.function)
     cls = config_of(function)
