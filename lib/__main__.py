@@ -95,9 +95,6 @@ USE: dict[str, Command] = {
         "List the training runs that are kept, with their sizes and ages.",
         "lib.training.runs:list_runs",
     ),
-    "runs remove": Command(
-        "Remove runs by name, after asking.", "lib.training.runs:remove_runs", word="names"
-    ),
     "run": Command(
         "Run the notebooks and write the report.",
         "lib.tools.publish.run_notebooks:run_notebooks",
