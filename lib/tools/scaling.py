@@ -49,7 +49,7 @@ from lib.tools.benchmarks.rank_training import (
     shape_of,
     training_case,
 )
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark, blame
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark
 from lib.tools.benchmarks.sharding import measure_methods
 from lib.tools.predict import GPUS, Run, alone_ms, fitted, measured
 from lib.tools.scaling_report import REPORT, name_of
@@ -170,8 +170,7 @@ def _figures(group: Group, config: ScalingConfig) -> list[dict[str, Any]]:
     if case.what == "equality":
         return list(_equality(group, config))
     try:
-        with blame(case):
-            return [alone[case.what]()]
+        return [alone[case.what]()]
     finally:
         free_memory()
 
@@ -199,8 +198,7 @@ def _equality(group: Group, config: ScalingConfig) -> Iterator[dict[str, Any]]:
     one = trained(Case(**vars(group[0]) | {"method": "none", "wrapper": "none"}), own, ranks)
     for case in group:
         try:
-            with blame(case):
-                steps = trained(case, own if case.method == "none" else None)
+            steps = trained(case, own if case.method == "none" else None)
         except ValueError as error:
             yield {"status": "refused", "reason": str(error)}
             continue

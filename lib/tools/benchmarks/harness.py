@@ -192,7 +192,7 @@ def run_sweep(
     seed: int | None = None,
     device: torch.device | str | None = None,
     packages: Sequence[str] = (),
-    restart: bool | int = False,
+    restart: bool = False,
 ) -> list[Record]:
     """Measure groups of cases and append a record for each case right away.
 
@@ -206,7 +206,7 @@ def run_sweep(
         measure: group -> the figures of its cases, in their order.
         line: record -> the line to print for it.
         packages: whose versions a record names, too, where they are installed.
-        restart: True ignores all existing records; a number ignores that many of the first.
+        restart: ignore all existing records.
 
     Returns:
         The newest record of each case, in the order of `groups`.
@@ -231,8 +231,7 @@ def run_sweep(
     names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
     with lock_file(path):
         # keep the records of this machine and this code
-        records = read_records(path)
-        records = [] if restart is True else records[int(restart) :]
+        records = [] if restart else read_records(path)
         same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
         found = {_key(record["config"]): record for record in same}
 
