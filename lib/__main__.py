@@ -119,12 +119,8 @@ USE: dict[str, Command] = {
         word="entry",
     ),
     "kaggle build": Command(
-        "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
+        "Make a folder for Kaggle, and run its notebooks as Kaggle would; say how to upload it.",
         "lib.tools.publish.kaggle:build",
-    ),
-    "kaggle push": Command(
-        "Upload the folder that `kaggle build` made, with Kaggle's own client.",
-        "lib.tools.publish.kaggle:push",
     ),
 }
 
