@@ -97,9 +97,6 @@ class Benchmark:
     measure: Callable[[Any, Any, torch.device], Any]
     """(case, config, device) -> figures; of a list of cases, those of each, in order."""
 
-    summary: Callable[[list[Record]], str] | None = None
-    """Records -> what is printed at the end."""
-
     packages: tuple[str, ...] = ()
     """Whose versions a record names, too, where they are installed."""
 
@@ -140,10 +137,7 @@ class Benchmark:
             packages=self.packages,
             restart=config.restart,
         )
-        finish(self.report, records, config.output)
-        if self.summary:
-            print(self.summary(records))
-        return records
+        return finish(self.report, records, config.output)
 
 
 def or_out_of_memory(
