@@ -234,9 +234,10 @@ def published() -> tuple[Published, ...]:
 
 
 def _published(row: Mapping[str, str]) -> Published:
-    model = ModelConfig(tied_embeddings=True, **{name: int(row[name]) for name in SIZES})
-    counts = (int(row[name]) for name in ("gpus", "batch_size", "passes"))
-    run = Run(model, GPUS[row["gpu"]], *counts)
+    sizes: Any = {name: int(row[name]) for name in SIZES}
+    model = ModelConfig(tied_embeddings=True, **sizes)
+    gpus, batch, passes = (int(row[name]) for name in ("gpus", "batch_size", "passes"))
+    run = Run(model, GPUS[row["gpu"]], gpus, batch, passes)
     return Published(row["what"], run, float(row["tokens_per_s"]), row["source"], row["assumed"])
 
 
