@@ -108,17 +108,11 @@ class AttentionBenchmarkConfig(SamplingConfig):
     dtype: DtypeName = "auto"
     """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
 
-    tokens: PositiveInt | None = None
-    """Tokens per batch, whatever the length; if not set, 1024 on CPU, 16384 on GPU."""
-
-    width: PositiveInt | None = None
-    """Heads × head_dim; if not set, 256 on CPU, 2048 on GPU."""
-
     batch_size: PositiveInt | None = None
-    """Sequences, whatever the length; if not set, tokens / length."""
+    """Sequences; if not set, as many as have 1024 tokens on CPU, 16384 on GPU."""
 
     heads: PositiveInt | None = None
-    """Heads, whatever the head_dim; if not set, width / head_dim."""
+    """Heads; if not set, 256 / head_dim on CPU, 2048 / head_dim on GPU."""
 
     def __post_init__(self) -> None:
         for tier in self.custom_tiers:
@@ -163,7 +157,6 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     is_right = on_gpu or not config.cuda_graphs
     require(is_right, f"cuda_graphs must be False without a GPU, got {device}")
     head_dims, tokens, width = GPU_SIZES if on_gpu else CPU_SIZES
-    tokens, width = config.tokens or tokens, config.width or width
     cases = []
     for tier in config.custom_tiers or (GPU_TIERS if on_gpu else CPU_TIERS):
         queries, keys = map(int, tier.split(":"))

@@ -9,7 +9,9 @@ from lib.core.files import ROOT
 from lib.core.records import read_records
 from lib.tools.benchmarks import attention
 
-SMALL = "--device cpu --kernels sdpa vectorized_torch --custom_tiers 16:16 --tokens 16 --samples 3"
+SMALL = (
+    "--device cpu --kernels sdpa vectorized_torch --custom_tiers 16:16 --batch_size 1 --samples 3"
+)
 
 
 def test_by_default_results_lie_where_git_ignores_them():
