@@ -95,9 +95,6 @@ USE: dict[str, Command] = {
         "List the training runs that are kept, with their sizes and ages.",
         "lib.training.runs:list_runs",
     ),
-    "runs remove": Command(
-        "Remove runs by name, after asking.", "lib.training.runs:remove_runs", word="names"
-    ),
     "run": Command(
         "Run the notebooks and write the report.",
         "lib.tools.publish.run_notebooks:run_notebooks",
@@ -122,12 +119,8 @@ USE: dict[str, Command] = {
         word="entry",
     ),
     "kaggle build": Command(
-        "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
+        "Make a folder for Kaggle, and run its notebooks as Kaggle would; say how to upload it.",
         "lib.tools.publish.kaggle:build",
-    ),
-    "kaggle push": Command(
-        "Upload the folder that `kaggle build` made, with Kaggle's own client.",
-        "lib.tools.publish.kaggle:push",
     ),
 }
 
@@ -149,10 +142,6 @@ MEASURE: dict[str, Command] = {
         "Measure attention kernels against one another and PyTorch's.",
         "lib.tools.benchmarks.attention:benchmark_attention",
     ),
-    "benchmark tune-attention": Command(
-        "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
-        "lib.tools.benchmarks.tune_attention:tune",
-    ),
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
         "lib.tools.benchmarks.communication:benchmark_communication",
@@ -164,12 +153,6 @@ MEASURE: dict[str, Command] = {
     "benchmark sharding": Command(
         "Measure memory and time of sharded optimizers, in training on several ranks.",
         "lib.tools.benchmarks.sharding:benchmark_sharding",
-    ),
-    "benchmark scaling": Command(
-        "Measure all that the GPUs of a host share, beside predictions; --predict records these.",
-        "lib.tools.scaling:benchmark_scaling",
-        prints="{config.output}/scaling.md",
-        interrupted=CONTINUES,
     ),
     "profile": Command(
         "Profile training steps: time by kernel, idle gaps, memory by category.",

@@ -128,11 +128,9 @@ def test_an_upward_import_is_seen(tmp_path):
 
 
 def may_import_triton(module: str) -> bool:
-    return (
-        module.endswith(("_triton", "_gluon", ".triton_kernels", ".triton_attention"))
-        or module.startswith(("lib.flash_attention.hopper.", "lib.flash_attention.cuda."))
-        or module == "lib.tools.benchmarks.tune_attention"
-    )
+    return module.endswith(
+        ("_triton", "_gluon", ".triton_kernels", ".triton_attention")
+    ) or module.startswith(("lib.flash_attention.hopper.", "lib.flash_attention.cuda."))
 
 
 def test_triton_is_imported_by_its_own_files_only_or_inside_functions():

@@ -138,22 +138,6 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def try_lock_folder(folder: str | os.PathLike) -> Iterator[bool]:
-    """Lock `folder` like `lock_folder`, without waiting; yield whether it could be locked."""
-    make_folder(folder)
-    lock = FileLock(Path(folder) / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
 def lock_file(path: str | os.PathLike) -> Iterator[None]:
     """Lock the file at `path` like `lock_folder`; leaves a file `.NAME.lock` beside it."""
     path = Path(path)

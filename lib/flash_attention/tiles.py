@@ -2,20 +2,16 @@
 
 A tile must fit the shared memory of a block, and its values the registers of the block's threads;
 beyond that, the fastest sizes are found by measuring. The tables here are for classes of chips.
-`python -m lib benchmark tune-attention` measures the GPU at hand and stores what is fastest there
-in a file, which then takes precedence.
+Hopper in 16 bits, and float32 on tensor cores up to head_dim 128, were measured on an H200 (the
+program is in the history: `lib/tools/benchmarks/tune_attention.py`). The others are the largest
+tiles that fit shared memory and registers.
 """
 
 import functools
-import json
-import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from lib.core.files import user_cache, write_atomically
 
 
 class Tiles(NamedTuple):
@@ -38,19 +34,11 @@ def forward_tiles(
 ) -> Tiles:
     """The tiles of the forward kernel for the dtype and head_dim of q.
 
-    Tuned tiles of q's GPU if there are any, otherwise those of the table for its class of chips.
-    In the table, Hopper in 16 bits, and float32 on tensor cores up to head_dim 128, were measured
-    on an H200. The others are the largest tiles that fit shared memory and registers.
-
     Args:
         q: (batch, heads, queries, head_dim).
         capability: look up the table for this compute capability; by default that of q's GPU.
         precision: of float32 matmuls (`lib.flash_attention.triton_attention.flash_attention`).
     """
-    if capability is None:
-        found = found_tiles(q.device).get(tiles_key("forward", q, precision))
-        if found:
-            return found
     chip = chip_class(q, capability or compute_capability(q.device), precision)
     if chip == "float32":
         tiles = {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 8, 1)}
@@ -76,11 +64,6 @@ def backward_tiles(
     Raises:
         ValueError: the GPU has too little shared memory for this head_dim.
     """
-    if capability is None:
-        found = found_tiles(q.device)
-        queries, keys = (tiles_key(kind, q, precision) for kind in ("queries", "keys"))
-        if queries in found and keys in found:
-            return found[queries], found[keys]
     capability = capability or compute_capability(q.device)
     chip = chip_class(q, capability, precision)
     is_exact = q.dtype == torch.float32
@@ -124,57 +107,6 @@ def backward_tiles(
         }
     head_dim = q.shape[3]
     return _at_width(for_queries, head_dim), _at_width(for_keys, head_dim)
-
-
-def tiles_key(kind: str, q: Tensor, precision: str) -> str:
-    """The key of a kernel's tiles in the file; `kind` is `forward`, `queries` or `keys`."""
-    # a matmul takes at least 16 columns
-    width = max(16, 1 << (q.shape[3] - 1).bit_length())
-    suffix = f" {precision}" if q.dtype == torch.float32 else ""
-    return f"{kind} {str(q.dtype).removeprefix('torch.')} {width}{suffix}"
-
-
-@functools.cache
-def found_tiles(device: torch.device) -> dict[str, Tiles]:
-    """The tuned tiles of a GPU with this version of Triton, by `tiles_key`."""
-    return _known_tiles().get(_chip_name(device), {}) if device.type == "cuda" else {}
-
-
-def keep_tiles(device: torch.device, found: dict[str, Tiles]) -> Path:
-    """Add tuned tiles of a GPU to the file, and return its path."""
-    path, known = tiles_file(), _known_tiles()
-    known[_chip_name(device)] = known.get(_chip_name(device), {}) | found
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(known, indent=1) + "\n")
-    found_tiles.cache_clear()
-    return path
-
-
-def tiles_file() -> Path:
-    """The file of tuned tiles."""
-    return user_cache() / "attention_tiles.json"
-
-
-def _known_tiles() -> dict[str, dict[str, Tiles]]:
-    """The tuned tiles of all GPUs; none, with a warning, if the file is damaged."""
-    try:
-        known = json.loads(tiles_file().read_text(encoding="utf-8"))
-        return {
-            chip: {key: Tiles(*tiles) for key, tiles in found.items()}
-            for chip, found in known.items()
-        }
-    except (FileNotFoundError, NotADirectoryError):
-        # nothing was tuned, or there is no home folder
-        return {}
-    except (ValueError, TypeError, AttributeError) as error:
-        warnings.warn(f"{tiles_file()} is damaged and not used: {error}", stacklevel=2)
-        return {}
-
-
-def _chip_name(device: torch.device) -> str:
-    import triton
-
-    return f"{torch.cuda.get_device_name(device)}, Triton {triton.__version__}"
 
 
 def chip_class(q: Tensor, capability: tuple[int, int], precision: str) -> str:

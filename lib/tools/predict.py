@@ -8,16 +8,17 @@ for `python -m lib train` with all that makes it fast: 16-bit matmuls, `torch.co
 
 from __future__ import annotations
 
+import csv
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from lib.core.files import ROOT
 from lib.core.hardware import PEAKS
-from lib.core.records import read_records, to_markdown
+from lib.core.records import records, to_markdown
 from lib.core.settings import NonNegativeInt, PositiveInt, require, settings
 from lib.lessons.ddp.costs import H200_INTERFERENCE, H200_LINKS, predict_step
 from lib.model.config import ModelConfig, PresetName, model_preset
@@ -63,6 +64,7 @@ LINK_SHARE = H200_LINKS[4].bandwidth_gbs / GPUS["H200"].link_gbs
 FEWEST_TOKENS = 8192
 # Tokens of a GPU in a pass, at most, where the batch size is not given.
 MOST_TOKENS = 32_768
+SIZES = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
 
 
 class Run(NamedTuple):
@@ -151,29 +153,26 @@ def predict(run: Run, shares: Shares | None = None) -> Prediction:
 def measured() -> tuple[Prediction, ...]:
     """Our compiled steps on H200s with at least FEWEST_TOKENS a pass, or in a CUDA graph."""
     found = []
-    for name in ("training_benchmark", "lm_matrix"):
-        for record in read_records(ROOT / f"artifacts/{name}.jsonl"):
-            config, figures = record["config"], record["figures"]
-            if name == "training_benchmark":
-                if figures["task"] != "step" or figures["candidate"] != "all":
-                    continue
-                batch, ranks, low = figures["batch_size"], 1, True
-                peak = figures["peak_memory_gb"]
-            else:
-                batch, low = config["tr_batch_size"], config["low_precision_weights"]
-                is_fast = config["cuda_graph"] or batch * config["context_length"] >= FEWEST_TOKENS
-                if figures["status"] != "ok" or not (config["compile"] and is_fast):
-                    continue
-                if config["wrapper"] not in ("none", "flashddp"):
-                    continue
-                ranks = 1 if config["wrapper"] == "none" else config["ranks"]
-                peak = figures["peak_memory_bytes"] / 1e9
-            length = figures["context_length"]
-            model = replace(model_preset(figures["model"]), context_length=length)
-            run = Run(model, GPUS["H200"], ranks, batch, 1, low)
-            tokens_per_s = 1e3 * ranks * batch * length / figures["median_ms"]
-            found.append(Prediction(run, tokens_per_s, peak, "measured"))
+    for row in records("training_benchmark", task="step", candidate="all").to_dict("records"):
+        found.append(_measured(row, 1, row["batch_size"], True, row["peak_memory_gb"]))
+    compiled = {"compile": True, "status": "ok", "wrapper": ["none", "flashddp"]}
+    for row in records("lm_matrix", **compiled).to_dict("records"):
+        batch, low = row["tr_batch_size"], row["low_precision_weights"]
+        if row["cuda_graph"] or batch * row["context_length"] >= FEWEST_TOKENS:
+            ranks = 1 if row["wrapper"] == "none" else row["ranks"]
+            found.append(_measured(row, ranks, batch, low, row["peak_memory_bytes"] / 1e9))
     return tuple(found)
+
+
+def _measured(
+    row: Mapping[str, Any], ranks: int, batch: int, low: bool, peak_gb: float
+) -> Prediction:
+    length = row["context_length"]
+    model = replace(model_preset(row["model"]), context_length=length)
+    tokens_per_s = 1e3 * ranks * batch * length / row["median_ms"]
+    return Prediction(
+        Run(model, GPUS["H200"], ranks, batch, 1, low), tokens_per_s, peak_gb, "measured"
+    )
 
 
 @functools.cache
@@ -227,60 +226,26 @@ class Published(NamedTuple):
     """The parts of `run` that the source does not state."""
 
 
-QWEN = ModelConfig(vocab_size=151_936, context_length=1024, tied_embeddings=True)
-# Qwen2.5; what its shared keys and values save is taken from d_ff, so that FLOPs agree
-QWENS = {
-    "0.5B": replace(QWEN, d_model=896, num_layers=24, num_heads=14, d_ff=4864 - 512),
-    "1.5B": replace(QWEN, d_model=1536, num_layers=28, num_heads=12, d_ff=8960 - 853),
-    "3B": replace(QWEN, d_model=2048, num_layers=36, num_heads=16, d_ff=11_008 - 1195),
-}
-LLMQ = "github.com/IST-DASLab/llmq, README, Speed, bf16"
-LLMC = "github.com/KellerJordan/modded-nanogpt, README, notes: 10B tokens in {} minutes"
-GPT2 = model_preset("gpt2-124m")
+@functools.cache
+def published() -> tuple[Published, ...]:
+    """The rows of artifacts/published_speeds.csv."""
+    with open(ROOT / "artifacts/published_speeds.csv", encoding="utf-8", newline="") as file:
+        return tuple(map(_published, csv.DictReader(file)))
 
 
-def _llmq(gpu: str, gpus: int, size: str, batch_size: int, tokens_per_s: float) -> Published:
-    passes = 524_288 // (1024 * batch_size * gpus)
-    run = Run(QWENS[size], GPUS[gpu], gpus, batch_size, passes)
-    assumed = f"{passes} passes: 524,288 tokens a step, as on another GPU"
-    return Published(f"llm.q, Qwen2.5-{size}", run, tokens_per_s, LLMQ, assumed)
-
-
-PUBLISHED = (
-    _llmq("H100", 1, "0.5B", 32, 144e3),
-    _llmq("H100", 1, "1.5B", 16, 58e3),
-    _llmq("H100", 1, "3B", 8, 30e3),
-    _llmq("4090", 1, "0.5B", 8, 40e3),
-    _llmq("4090", 1, "1.5B", 4, 14e3),
-    _llmq("4090", 4, "0.5B", 8, 151e3),
-    Published("llm.c, GPT-2", Run(GPT2, GPUS["A100"], 8, 64), 10e9 / 5400, LLMC.format(90)),
-    Published("llm.c, GPT-2", Run(GPT2, GPUS["H100"], 8, 64), 10e9 / 2700, LLMC.format(45)),
-    Published(
-        "nanoGPT, GPT-2",
-        Run(GPT2, GPUS["A100"], 8, 12, 5),
-        600_000 * 491_520 / (4 * 86_400),
-        "github.com/karpathy/nanoGPT, README: 'about 4 days'; config/train_gpt2.py",
-    ),
-    Published(
-        "llm.c's PyTorch trainer, GPT-2",
-        Run(GPT2, GPUS["4090"], 2, 32, 4),
-        220.7e3,
-        "tylerromero.com/posts/nanogpt-speedrun-worklog, record 1",
-    ),
-    Published(
-        "build-nanogpt, GPT-2",
-        Run(GPT2, GPUS["A100"], 8, 64),
-        1.1e6,
-        "debtirthasaha.github.io/blog/2026/gpt2-124m",
-        "64 sequences in one pass, as in build-nanogpt",
-    ),
-)
+def _published(row: Mapping[str, str]) -> Published:
+    sizes: Any = {name: int(row[name]) for name in SIZES}
+    model = ModelConfig(tied_embeddings=True, **sizes)
+    gpus, batch, passes = (int(row[name]) for name in ("gpus", "batch_size", "passes"))
+    run = Run(model, GPUS[row["gpu"]], gpus, batch, passes)
+    return Published(row["what"], run, float(row["tokens_per_s"]), row["source"], row["assumed"])
 
 
 def published_errors() -> list[tuple[Published, float]]:
     """Each published figure, and the relative error of predicting it."""
     return [
-        (figure, predict(figure.run).tokens_per_s / figure.tokens_per_s - 1) for figure in PUBLISHED
+        (figure, predict(figure.run).tokens_per_s / figure.tokens_per_s - 1)
+        for figure in published()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tiles of the portable kernels: tables that fit their chips, and a file of tuned ones.
+"""Tiles of the portable kernels: tables that fit their chips.
 
 The tables are compiled ahead of time, without a GPU. Run as a program, the file compiles the jobs
 that it reads from standard input.
@@ -15,14 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from lib.core.hardware import available_cpus
-from lib.flash_attention import tiles
-from lib.flash_attention.tiles import Tiles, backward_tiles, forward_tiles
+from lib.flash_attention.tiles import backward_tiles, forward_tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("_forward_kernel", "_backward_queries_kernel", "_backward_keys_kernel")
@@ -203,106 +201,6 @@ def test_there_are_tiles_for_every_head_dim(architecture, dtype):
             continue
         chosen = tiles_of(*job)
         assert min(chosen.queries, chosen.keys) >= 16
-
-
-GPU = torch.device("cuda:0")
-BEST = Tiles(16, 128, 2, 5)
-
-
-@pytest.fixture
-def on_a_gpu(tmp_path, monkeypatch):
-    """A GPU that is only asked for its name, and an empty folder for caches."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    for cached in (tiles.found_tiles, tiles.compute_capability):
-        cached.cache_clear()
-    yield tmp_path
-    for cached in (tiles.found_tiles, tiles.compute_capability):
-        cached.cache_clear()
-
-
-class OnGPU(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    @property
-    def device(self):
-        return GPU
-
-
-def heads(head_dim: int, dtype=torch.bfloat16):
-    return torch.empty(1, 1, 1, head_dim, dtype=dtype).as_subclass(OnGPU)
-
-
-def is_from_table(q, **options) -> bool:
-    return forward_tiles(q, **options) == forward_tiles(q, (8, 0), **options)
-
-
-def test_tuned_tiles_are_used_for_their_gpu_width_and_dtype(on_a_gpu, monkeypatch):
-    assert is_from_table(heads(64))
-    path = tiles.keep_tiles(GPU, {"forward bfloat16 64": BEST})
-    assert path.is_relative_to(on_a_gpu)
-    # also for heads of the same tile width
-    assert forward_tiles(heads(64)) == forward_tiles(heads(40)) == BEST
-    assert is_from_table(heads(128))
-    assert forward_tiles(heads(64, torch.float16)) != BEST
-    # the table holds for a named chip
-    assert forward_tiles(heads(64), (8, 0)) != BEST
-
-    # another GPU has its own
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another")
-    tiles.found_tiles.cache_clear()
-    assert is_from_table(heads(64))
-    tiles.keep_tiles(GPU, {"forward bfloat16 64": Tiles(64, 64, 4, 1)})
-    known = json.loads(tiles.tiles_file().read_text())
-    assert [name.split(",")[0] for name in known] == ["Some GPU", "Another"]
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_backward_needs_the_tiles_of_both_kernels():
-    table = backward_tiles(heads(64), (8, 0))
-    tiles.keep_tiles(GPU, {"queries bfloat16 64": BEST})
-    assert backward_tiles(heads(64)) == table
-    tiles.keep_tiles(GPU, {"keys bfloat16 64": BEST})
-    assert backward_tiles(heads(64)) == (BEST, BEST)
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_float32_matmuls_have_tiles_by_precision():
-    tiles.keep_tiles(GPU, {"forward float32 64 tf32x3": BEST})
-    assert forward_tiles(heads(64, torch.float32)) == BEST
-    assert forward_tiles(heads(64, torch.float32), precision="ieee") != BEST
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize("text", ["", "[]", '{"GPU": {"forward bfloat16 64": [1, 2, 3]}}'])
-def test_a_damaged_file_is_reported_and_replaced(text):
-    tiles.tiles_file().parent.mkdir(parents=True)
-    tiles.tiles_file().write_text(text)
-    with pytest.warns(UserWarning, match=r"attention_tiles.json is damaged"):
-        assert is_from_table(heads(64))
-    with pytest.warns(UserWarning, match="damaged"):
-        tiles.keep_tiles(GPU, {"forward bfloat16 64": BEST})
-    assert forward_tiles(heads(64)) == BEST
-
-
-def test_without_a_home_folder_tiles_come_from_the_table(on_a_gpu, monkeypatch):
-    # a file where the folder of caches would be
-    (on_a_gpu / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(on_a_gpu / "file"))
-    assert is_from_table(heads(64))
-
-    tiles.found_tiles.cache_clear()
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "expanduser", mock.Mock(side_effect=RuntimeError("no home")))
-    assert is_from_table(heads(64))
-    with pytest.raises(FileNotFoundError, match="set XDG_CACHE_HOME"):
-        tiles.keep_tiles(GPU, {"forward bfloat16 64": BEST})
-
-
-def test_the_interpreter_reads_no_file(monkeypatch):
-    monkeypatch.setattr(tiles, "tiles_file", lambda: pytest.fail("read"))
-    forward_tiles(torch.empty(1, 1, 1, 64))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def guard(device: torch.device) -> None:
     # a compiler reads more of a package than its code
     installed = [path for path in map(os.path.realpath, sys.path) if path != workbook]
     packages = tuple(f"{path}{os.sep}" for path in [f"{workbook}/lib", *installed])
-    # tuned tiles and compiled kernels
+    # compiled kernels
     with contextlib.suppress(FileNotFoundError):
         packages += (f"{os.path.realpath(user_cache())}{os.sep}",)
     for name in [name for name in sys.modules if name.startswith(FORBIDDEN_MODULES)]:

@@ -23,7 +23,6 @@ from lib.core.allocator import (
     allocated_bytes,
     free_memory,
     is_out_of_memory,
-    without_stderr,
 )
 from lib.core.hardware import DtypeName, pick_dtype
 from lib.core.settings import NonEmpty, PositiveInt, require, settings
@@ -31,7 +30,7 @@ from lib.core.terminal import one_line
 from lib.model.attention import attention
 from lib.model.config import ATTENTION_KERNELS
 from lib.profiling.measurement import Measurement, measure_interleaved
-from lib.tools.benchmarks.attention_report import REPORT, summary
+from lib.tools.benchmarks.attention_report import REPORT
 from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
 from lib.tools.benchmarks.step import device_memory
 from lib.training.step import numerics
@@ -109,17 +108,11 @@ class AttentionBenchmarkConfig(SamplingConfig):
     dtype: DtypeName = "auto"
     """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
 
-    tokens: PositiveInt | None = None
-    """Tokens per batch, whatever the length; if not set, 1024 on CPU, 16384 on GPU."""
-
-    width: PositiveInt | None = None
-    """Heads × head_dim; if not set, 256 on CPU, 2048 on GPU."""
-
     batch_size: PositiveInt | None = None
-    """Sequences, whatever the length; if not set, tokens / length."""
+    """Sequences; if not set, as many as have 1024 tokens on CPU, 16384 on GPU."""
 
     heads: PositiveInt | None = None
-    """Heads, whatever the head_dim; if not set, width / head_dim."""
+    """Heads; if not set, 256 / head_dim on CPU, 2048 / head_dim on GPU."""
 
     def __post_init__(self) -> None:
         for tier in self.custom_tiers:
@@ -164,7 +157,6 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     is_right = on_gpu or not config.cuda_graphs
     require(is_right, f"cuda_graphs must be False without a GPU, got {device}")
     head_dims, tokens, width = GPU_SIZES if on_gpu else CPU_SIZES
-    tokens, width = config.tokens or tokens, config.width or width
     cases = []
     for tier in config.custom_tiers or (GPU_TIERS if on_gpu else CPU_TIERS):
         queries, keys = map(int, tier.split(":"))
@@ -208,7 +200,6 @@ def measure_case(
     - `tflops`: by `flops`
     - `error`: relative error of some rows of the output
     - `peak_memory_bytes`: in the case of a backward pass, of both passes
-    - `became_sdpa`: whether the compiler replaced naive attention with PyTorch's own
     """
     from torch._functorch import config as functorch
 
@@ -307,8 +298,6 @@ def _prepare(
         both_passes()
         figures |= _memory(both_passes, grad_out.device)
         out = attention(*leaves)
-    if kernel == "vectorized_torch_compiled":
-        figures["became_sdpa"] = runs_sdpa(run)
     return run, figures
 
 
@@ -432,12 +421,4 @@ def error_of_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool)
     return float((out - expected).norm() / expected.norm())
 
 
-def runs_sdpa(fn: Function) -> bool:
-    """Whether a call of `fn` reaches PyTorch's own attention."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with without_stderr(), torch.profiler.profile(activities=activities) as profiler:
-        fn()
-    return any("scaled_dot_product" in event.key for event in profiler.key_averages())
-
-
-benchmark_attention = Benchmark(REPORT, attention_cases, measure_case, summary)
+benchmark_attention = Benchmark(REPORT, attention_cases, measure_case)

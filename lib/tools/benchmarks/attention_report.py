@@ -1,4 +1,4 @@
-"""The report of the attention benchmark: tables by length, targets, CSV and figures, from records.
+"""The report of the attention benchmark: tables by length, CSV and figures, from records.
 
 The rows that all functions here take are those of `attention_rows`, one for each kernel of a case.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
-from lib.core.records import Record, format_value, provenance_of, to_markdown
+from lib.core.records import Record, format_value, provenance_of
 from lib.tools.benchmarks.sections import (
     SAMPLING,
     Chart,
@@ -25,6 +25,8 @@ from lib.tools.benchmarks.sections import (
 Row = Mapping[str, Any]
 # The kernel to compare the others with: the first of these that was measured.
 OURS = ("flash_attention_triton", "flash_attention_cuda", "flash_attention_torch")
+# Tokens from which kernels, not launches, decide.
+LONG = 1024
 NOTE = """TFLOP/s count 4 · batch · heads · queries · keys · head_dim forward and 2.5 times that
 backward; half of it with a causal mask and as many queries as keys, and only the visible pairs with
 a causal mask and unequal numbers. Memory is what a call allocates beyond its inputs; for
@@ -75,19 +77,6 @@ def case_name(config: Mapping[str, Any]) -> str:
         f"{config['dtype']}, {config['batch_size']} × {config['heads']} heads"
         f"{', in a CUDA graph' if config.get('in_graph') else ''}"
     )
-
-
-def summary(records: Iterable[Record]) -> str:
-    """The fastest kernel of each case, beside PyTorch's choice, as a table for the terminal."""
-    lines = []
-    for record in records:
-        rows = attention_rows([record])
-        times = {row["kernel"]: row["median_ms"] for row in rows if row["status"] == "ok"}
-        line = {"case": case_name(record["config"]), "sdpa (ms)": times.get("sdpa")}
-        best = min(times, key=times.__getitem__, default=None)
-        line |= {"fastest": best, "ms": times.get(best)}
-        lines.append(line | {"TFLOP/s": best and record["figures"]["flops"] / times[best] / 1e9})
-    return to_markdown(lines)
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:
@@ -144,116 +133,47 @@ def direction_tables(rows: pd.DataFrame) -> list[str]:
         shown = rows[figure].where(is_ok, rows["status"])
         lines = cases[shape].join(pivot(rows.assign(shown=shown), "shown"))
         lines = lines.assign(**ratios) if figure == "tflops" else lines
-        parts += [f"### {title}", table(lines.assign(recorded=cases["recorded"]))]
+        parts += [f"### {title}", ahead(cases, ratios) if figure == "tflops" else ""]
+        parts.append(table(lines.assign(recorded=cases["recorded"])))
     return parts
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """List what the compiler replaced, which cases were refused and why, and wrong results."""
-    lines = []
-    compiled = [row for row in rows if row.get("became_sdpa") is not None]
-    if compiled:
-        replaced = [row["case"] for row in compiled if row["became_sdpa"]]
-        lines.append(
-            f"`vectorized_torch_compiled` became PyTorch's own attention in {len(replaced)} of "
-            f"{len(compiled)} cases, and is naive attention, fused, in the others."
-            + (f" Replaced: {'; '.join(replaced)}." if replaced else "")
-        )
+    """List which cases were refused and why, and wrong results."""
     refused = Counter(
         (row["kernel"], row["reason"]) for row in rows if row["status"] == "unsupported"
     )
-    lines += [f"`{k}` refused {count} cases: {why}" for (k, why), count in refused.items()]
+    lines = [f"`{k}` refused {count} cases: {why}" for (k, why), count in refused.items()]
     wrong = [f"`{row['kernel']}`: {row['case']}" for row in rows if row["status"] == "wrong"]
     return lines + ([f"Wrong: {'; '.join(wrong)}."] if wrong else [])
 
 
-class Target(NamedTuple):
-    """The speed that our kernel must reach in every case to which the target applies."""
-
-    words: str
-    """The peers and the cases."""
-
-    ratio: float
-    """The least time of the fastest peer over ours."""
-
-    peers: tuple[str, ...]
-    """Kernels to compare with."""
-
-    cases: str
-    """The cases that count, as `DataFrame.query` reads it."""
-
-
-SQUARE = "queries == keys and dtype != 'float32' and queries"
-ONE_SEQUENCE = "batch_size == 1 and heads == 12 and head_dim == 64 and queries == keys and queries"
-TARGETS = (
-    Target("FlexAttention, N ≥ 1,024", 1.0, ("flex_attention",), f"{SQUARE} >= 1024"),
-    Target(
-        "the best SDPA backend, N ≥ 4,096",
-        0.9,
-        ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
-        f"{SQUARE} >= 4096",
-    ),
-    Target(
-        "vectorized_torch, 12 heads, N = 8,192, forward",
-        10.0,
-        ("vectorized_torch",),
-        f"{ONE_SEQUENCE} == 8192 and dtype != 'float32' and direction == 'forward'",
-    ),
-    Target(
-        "vectorized_torch in float32, N ≥ 1,024",
-        1.0,
-        ("vectorized_torch",),
-        "dtype == 'float32' and queries == keys and queries >= 1024",
-    ),
-)
-# Memory of a million tokens over that of a quarter of them, at most.
-LINEAR = 4.2
-
-
-def targets(frame: pd.DataFrame) -> list[str]:
-    """How many cases meet each target, and the closest one; nothing without cases."""
+def ahead(cases: pd.DataFrame, ratios: Mapping[str, pd.Series]) -> str:
+    """How often our kernel is faster than each peer, and by which ratios, in long square cases."""
+    is_long = (cases["queries"] == cases["keys"]) & (cases["queries"] >= LONG)
     lines = []
-    for target in TARGETS:
-        rows = frame.query(target.cases)
-        ours = rows[rows["kernel"] == "flash_attention_triton"].set_index("case")
-        peers = rows[rows["kernel"].isin(target.peers) & rows["status"].isin(["ok", "oom"])]
-        ours = ours[ours.index.isin(peers["case"])]
-        if not len(ours):
-            continue
-        best = peers[peers["status"] == "ok"].groupby("case")["median_ms"].min()
-        is_ok = ours["status"] == "ok"
-        ratios = (best.reindex(ours.index) / ours["median_ms"].where(is_ok)).astype(float)
-        # a peer that runs out of memory is beaten
-        met = is_ok & ~(ratios < target.ratio)
-        closest = ratios.idxmin() if ratios.notna().any() else None
-        line = {"against": target.words, "at least": target.ratio}
-        line |= {"met": f"{met.sum()} of {len(met)}", "least ratio": ratios.get(closest)}
-        lines.append(line | {"in": closest})
-    parts = [table(lines), *million_tokens(frame)]
-    return [section("Targets", *parts)] if lines or len(parts) > 1 else []
-
-
-def million_tokens(frame: pd.DataFrame) -> list[str]:
-    """Time and memory of the longest sequence, and of a quarter of it."""
-    ours = frame[(frame["kernel"] == "flash_attention_triton") & (frame["dtype"] != "float32")]
-    found = ours.query(f"{ONE_SEQUENCE} in (262144, 1048576)")
-    columns = ("case", "status", "median_ms", "peak_memory_gb", "recorded")
-    words = f"A million tokens on one card take at most {LINEAR} times the memory of a quarter:"
-    return [words, table(found, {name: name for name in columns})] if len(found) else []
+    for name, of_all in ratios.items():
+        found = of_all[is_long].dropna()
+        if len(found):
+            line = {"ratio": name, "cases": len(found), "above 1": int((found > 1).sum())}
+            line |= {"least": found.min(), "median": found.median(), "most": found.max()}
+            lines.append(line | {"least in": found.idxmin()})
+    words = f"From {LONG:,} tokens on, with as many keys as queries:"
+    return f"{words}\n\n{table(lines)}" if lines else ""
 
 
 def attention_frame(records: Sequence[Record]) -> pd.DataFrame:
     """The newest rows, with None for missing figures."""
     frame = pd.DataFrame(attention_rows(newest_records(records)), dtype=object)
-    figures = ("median_ms", "tflops", "peak_memory_gb", "reason", "became_sdpa")
+    figures = ("median_ms", "tflops", "peak_memory_gb", "reason")
     frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *figures])))
     return frame.where(frame.notna(), None)
 
 
 def overview(frame: pd.DataFrame) -> list[str]:
-    """Targets, what the compiler replaced, and which cases were refused and why."""
+    """Which cases were refused and why, and wrong results."""
     lines = [f"- {line}" for line in remarks(to_rows(frame))]
-    return [*targets(frame), *[section("Remarks", "\n".join(lines))] * bool(lines)]
+    return [section("Remarks", "\n".join(lines))] * bool(lines)
 
 
 class AttentionReport(Report):

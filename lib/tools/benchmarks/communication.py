@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import socket
 import statistics
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from lib.profiling.measurement import interquartile_range, start_sample
 from lib.tools.benchmarks.harness import Case, grid, sampling
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
 from lib.tools.benchmarks.sections import Report, newest, table
+from lib.tools.predict import GPUS
 
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10
@@ -47,17 +47,6 @@ LARGEST_BYTES = {"nccl": 2**30, "gloo": 2**26}
 MIN_SAMPLE_MS, MAX_CALLS = 5.0, 1000
 # The largest value in tensors whose sums are checked: every dtype holds integers up to it exactly.
 LARGEST_VALUE = 256
-# GB/s that a GPU sends over NVLink: half of the sum of both directions in NVIDIA's architecture
-# white papers (V100 300, A100 600, H100 900) and H200's datasheet (900). Keys are as in
-# lib.core.hardware.PEAKS. Without a switch, some of the links go to each of the other GPUs.
-NVLINK_GBS = {
-    "V100-SXM2-16GB": 150.0,
-    "V100-SXM2-32GB": 150.0,
-    "A100-SXM4-40GB": 300.0,
-    "A100-SXM4-80GB": 300.0,
-    "H100 80GB HBM3": 450.0,
-    "H200": 450.0,
-}
 NOTE = """\
 Each sample is that of the slowest rank: the mean of calls that follow one another, including what
 the host needs to start them. Size: all-reduce and broadcast, the tensor on each rank;
@@ -145,16 +134,12 @@ def communication_groups(
     return [[case] for case in cases]
 
 
-def measure_group(group: Group, config: CommunicationBenchmarkConfig) -> list[dict[str, Any]]:
-    """The figures of one row."""
-    return [measure_collective(group[0])]
-
-
-def measure_collective(case: Case) -> dict[str, Any]:
+def measure_collective(group: Group, config: CommunicationBenchmarkConfig) -> list[dict[str, Any]]:
     """Measure one row; all ranks call this together and return the same times and status.
 
     `status` is `ok` or `wrong result`. Where one rank runs out of memory, all raise.
     """
+    [case] = group
     # the first call, whose result is checked on every rank
     call, result, expected = on_each_rank(lambda: _prepare(case, current_device()))
     on_each_rank(call)
@@ -166,14 +151,14 @@ def measure_collective(case: Case) -> dict[str, Any]:
         "is_correct": is_correct,
     }
     if not is_correct:
-        return figures
+        return [figures]
     del expected
     # time further calls, on zeros: repeated all-reduces in place would overflow
     result.zero_()
     times, calls = _slowest_times(call, case)
     median_ms = statistics.median(times)
     speed = bus_bandwidth_gbs(case.collective, case.num_bytes, case.ranks, median_ms)
-    return figures | {
+    figures |= {
         "median_ms": median_ms,
         "iqr_ms": interquartile_range(times),
         "samples": len(times),
@@ -182,6 +167,7 @@ def measure_collective(case: Case) -> dict[str, Any]:
         "bus_bandwidth_gbs": speed,
         "times_ms": times,
     }
+    return [figures]
 
 
 def _prepare(case: Case, device: torch.device) -> tuple[Function, Tensor, Tensor]:
@@ -312,16 +298,17 @@ def link_table(rows: pd.DataFrame) -> list[str]:
             line |= {"bandwidth (GB/s)": link.bandwidth_gbs}
             lines.append(line | {"formula / measured, least": min(ratios), "most": max(ratios)})
     parts = [table(lines) or "One size alone gives no fit."]
-    if (peak := nvlink_gbs(rows.iloc[0])) is not None:
-        parts.append(f"NVLink, one direction: {peak:.0f} GB/s.")
+    if (link_gbs := datasheet_gbs(rows.iloc[0])) is not None:
+        parts.append(f"The datasheet's bandwidth of a GPU, one direction: {link_gbs:.0f} GB/s.")
     return parts + [GLOO_NOTE] * (rows["backend"].iloc[0] == "gloo")
 
 
-def nvlink_gbs(row: Mapping[str, Any]) -> float | None:
-    """GB/s that a GPU of the row sends over NVLink; None where it is unknown or not used."""
+def datasheet_gbs(row: Mapping[str, Any]) -> float | None:
+    """GB/s that a GPU sends to those of its host; None where it is unknown or not used."""
     if row["backend"] != "nccl" or row["hosts"] > 1:
         return None
-    return NVLINK_GBS.get(re.sub(r"^(NVIDIA |Tesla )+", "", row["device"]))
+    links = {f"NVIDIA {gpu.name}": gpu.link_gbs for gpu in GPUS.values()}
+    return links.get(row["device"])
 
 
 REPORT = Report(
@@ -333,4 +320,4 @@ REPORT = Report(
     rows=communication_frame,
     further=link_table,
 )
-benchmark_communication = RanksBenchmark(REPORT, communication_groups, measure_group)
+benchmark_communication = RanksBenchmark(REPORT, communication_groups, measure_collective)

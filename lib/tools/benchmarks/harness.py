@@ -97,9 +97,6 @@ class Benchmark:
     measure: Callable[[Any, Any, torch.device], Any]
     """(case, config, device) -> figures; of a list of cases, those of each, in order."""
 
-    summary: Callable[[list[Record]], str] | None = None
-    """Records -> what is printed at the end."""
-
     packages: tuple[str, ...] = ()
     """Whose versions a record names, too, where they are installed."""
 
@@ -140,10 +137,7 @@ class Benchmark:
             packages=self.packages,
             restart=config.restart,
         )
-        finish(self.report, records, config.output)
-        if self.summary:
-            print(self.summary(records))
-        return records
+        return finish(self.report, records, config.output)
 
 
 def or_out_of_memory(
@@ -192,7 +186,7 @@ def run_sweep(
     seed: int | None = None,
     device: torch.device | str | None = None,
     packages: Sequence[str] = (),
-    restart: bool | int = False,
+    restart: bool = False,
 ) -> list[Record]:
     """Measure groups of cases and append a record for each case right away.
 
@@ -206,7 +200,7 @@ def run_sweep(
         measure: group -> the figures of its cases, in their order.
         line: record -> the line to print for it.
         packages: whose versions a record names, too, where they are installed.
-        restart: True ignores all existing records; a number ignores that many of the first.
+        restart: ignore all existing records.
 
     Returns:
         The newest record of each case, in the order of `groups`.
@@ -231,8 +225,7 @@ def run_sweep(
     names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
     with lock_file(path):
         # keep the records of this machine and this code
-        records = read_records(path)
-        records = [] if restart is True else records[int(restart) :]
+        records = [] if restart else read_records(path)
         same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
         found = {_key(record["config"]): record for record in same}
 
@@ -289,23 +282,14 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def is_prediction(record: Record) -> bool:
-    """Whether a record holds no measured figures."""
-    return record.get("figures", {}).get("status") == "predicted"
-
-
 def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Record]:
     """The records in the file at `path` of the device and versions of `records`, these last.
 
-    So where a case was asked for again, the record asked for counts as the newest. Predictions are
-    made on any machine.
+    So where a case was asked for again, the record asked for counts as the newest.
     """
     keys = ("device", "versions")
-    same = [
-        record
-        for record in read_records(path)
-        if is_prediction(record) or all(record.get(key) == records[0][key] for key in keys)
-    ]
+    of_file = read_records(path)
+    same = [r for r in of_file if all(r.get(key) == records[0][key] for key in keys)]
     return [*same, *records]
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lib.core.allocator import free_memory
+from lib.core.allocator import free_memory, is_out_of_memory
 from lib.ddp.process_group import current_device, gather_objects, rank, world_size
 from lib.model.costs import num_parameters
 from lib.profiling.measurement import interquartile_range
@@ -31,7 +31,6 @@ from lib.tools.benchmarks.rank_training import (
     predicted_memory,
     shape_of,
 )
-from lib.tools.benchmarks.ranks import blame
 from lib.tools.benchmarks.step import device_memory
 from lib.training.step import numerics
 
@@ -93,13 +92,10 @@ class Trainings:
         # warm up
         for name in self.cases:
             log.info("warming up %s", name)
-            try:
-                with self.training(name):
-                    times[name] = []
-            except ValueError as error:
-                # raised on all ranks alike, before they wait for one another
-                free_memory(error)
-                rows[name] = {"status": "refused", "reason": str(error)}
+            if problem := self.problem_of(name):
+                rows[name] = problem
+            else:
+                times[name] = []
         # time: there and back, so that no training always follows the same other one
         log.info("timing %d epochs of each", self.config.timed_epochs)
         for turn in range(self.config.timed_epochs):
@@ -121,6 +117,22 @@ class Trainings:
             }
             for name, case in self.cases.items()
         }
+
+    def problem_of(self, name: str) -> dict[str, str] | None:
+        """Warm up a training; return why it cannot be measured, if it is refused or too large."""
+        status, reason = "", ""
+        try:
+            with self.training(name):
+                pass
+        except (ValueError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, ValueError) and not is_out_of_memory(error):
+                raise
+            status = "refused" if isinstance(error, ValueError) else "oom"
+            reason = str(error).partition("\n")[0]
+            free_memory(error)
+        # where one rank alone has a problem, the others hang in its training, and time out
+        gather_objects(status, self.groups.hosts)
+        return {"status": status, "reason": reason} if status else None
 
     def figures(self, name: str, times: list[float]) -> dict[str, Any]:
         """Time, memory and losses of one training."""
@@ -149,20 +161,19 @@ class Trainings:
     @contextlib.contextmanager
     def training(self, name: str) -> Iterator[Training]:
         """A warm training: the one in memory, or where only one fits, one for this block."""
-        with blame(self.cases[name]):
-            training = self.held.get(name)
-            if training is None:
-                training, memory = self.warm_up(name)
-                self.memory.setdefault(name, memory)
-            if self.is_together:
-                self.held[name] = training
-            yield training
-            # the longest losses: a training may start anew for each epoch
-            self.losses[name] = max(self.losses.get(name, []), training.losses, key=len)
-            if not self.is_together:
-                # the caller's frame still holds the training itself
-                training.step = None
-                free_memory()
+        training = self.held.get(name)
+        if training is None:
+            training, memory = self.warm_up(name)
+            self.memory.setdefault(name, memory)
+        if self.is_together:
+            self.held[name] = training
+        yield training
+        # the longest losses: a training may start anew for each epoch
+        self.losses[name] = max(self.losses.get(name, []), training.losses, key=len)
+        if not self.is_together:
+            # the caller's frame still holds the training itself
+            training.step = None
+            free_memory()
 
 
 def fits_together(cases: Sequence[Case], memory: float) -> bool:

@@ -30,7 +30,7 @@ from lib.tools.benchmarks.rank_training import (
     compared_steps,
     training_case,
 )
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark, blame
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
 from lib.tools.benchmarks.sections import Chart, Report, section, table, to_rows
 
@@ -114,7 +114,7 @@ def measure_wrappers(group: Group, config: LmMatrixConfig) -> Iterator[dict[str,
     groups = make_groups(config.timeout)
     reference: list[float] = []
     # where the kernel does not run, each training says so
-    with contextlib.suppress(ValueError), blame(group[0]):
+    with contextlib.suppress(ValueError):
         reference = reference_losses(group[0], config, groups)
     rows = interleave(group, config, groups)
     further = compare_with_none(rows)

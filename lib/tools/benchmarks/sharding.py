@@ -6,7 +6,6 @@ in a group of its own, while the others do the same.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -14,8 +13,7 @@ import pandas as pd
 
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
-from lib.model.config import AttentionKernel, PresetName, model_preset
-from lib.profiling.memory_formula import SIZES, rank_memory
+from lib.model.config import AttentionKernel, PresetName
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
     interleave,
@@ -78,11 +76,6 @@ COMPARED = """Ratios are over the epochs of one run, and missing where methods d
 `state · ranks` is 1 where a rank holds exactly its share of the optimizer's state. The formula that
 the peak is compared with is today's; tables of bytes show that of the day.
 """
-BY_FORMULA = """The peak of a rank in GB: bfloat16 by autocast, 32 sequences a rank, on GPUs.
-"""
-RANKS = (1, 2, 4, 8)
-# Method -> its stage of ZeRO. Nothing here implements the second.
-STAGES = {"flashddp": 0, "zero1": 1, "ZeRO-2": 2, "fsdp": 3}
 
 
 @settings
@@ -239,24 +232,9 @@ def comparisons(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def overview(frame: pd.DataFrame) -> list[str]:
-    """How the sharded methods compare, and a rank's memory by formula."""
+    """How the sharded methods compare."""
     compared = comparisons(frame)
-    sections = [section("How the methods compare", COMPARED, table(compared))] if compared else []
-    return [*sections, section("By formula", BY_FORMULA, table(by_formula()))]
-
-
-def by_formula() -> list[dict[str, Any]]:
-    """Peak GB of a rank by model and stage of ZeRO, a column for each number of ranks."""
-    lines = []
-    options: dict[str, Any] = {"batch_size": 32, "dtype": "bfloat16", "cuda": True}
-    for model, (method, stage) in itertools.product(SIZES, STAGES.items()):
-        options |= {"stage": stage, "ddp_wrapper": "none" if stage else "flashddp"}
-        memory = {
-            f"{ranks} ranks": rank_memory(model_preset(model), ranks=ranks, **options).peak / 1e9
-            for ranks in RANKS
-        }
-        lines.append({"model": model, "method": method, **memory})
-    return lines
+    return [section("How the methods compare", COMPARED, table(compared))] if compared else []
 
 
 REPORT = Report(

@@ -1,7 +1,7 @@
 """Time and memory of training steps by model, context, mode, precision and compilation.
 
-`predicted_memory` estimates how much memory a case takes. One whose estimate exceeds the memory of
-a CPU is not tried.
+`predicted_memory` estimates how much memory a case with gradients takes. One whose estimate exceeds
+the memory of a CPU is not tried.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from lib.core.hardware import device_name, peak, peak_flops, pick_dtype
 from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, settings
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
-from lib.model.costs import flops_per_token, num_parameters, parameters_by_part
-from lib.model.loss import CHUNK_BYTES
+from lib.model.costs import flops_per_token, num_parameters
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import measure
 from lib.profiling.memory_formula import rank_memory
@@ -222,10 +221,10 @@ def predicted_memory(case: Case, device: torch.device) -> int | None:
     """Estimate the peak memory of a step in bytes, the model included; None: not predictable.
 
     A full step takes what training does on one rank (`lib.profiling.memory_formula`), and gradients
-    alone have no optimizer state.
+    alone have no optimizer state. A forward pass alone is not predicted.
     """
     if case.mode == "forward":
-        return _forward_memory(case, device)
+        return None
     sizes: dict = {"batch_size": case.batch_size, "dtype": case.dtype}
     try:
         memory = rank_memory(shape_of(case), ranks=1, cuda=device.type == "cuda", **sizes)
@@ -234,28 +233,6 @@ def predicted_memory(case: Case, device: torch.device) -> int | None:
     if case.mode == "forward_backward":
         memory = dataclasses.replace(memory, optimizer_state=0, update=0)
     return memory.peak
-
-
-def _forward_memory(case: Case, device: torch.device) -> int:
-    """Weights, their 16-bit copies under autocast, and one layer's tensors or the loss's."""
-    shape, tokens = shape_of(case), case.batch_size * case.seq_len
-    element_bytes, is_short = dtype_of(case).itemsize, case.dtype != "float32"
-    parts = parameters_by_part(shape)
-    matrices = parts["attention"] + parts["feed_forward"]
-    copies = element_bytes * matrices if is_short and not case.compile else 0
-    # the residual stream, its norm, what lies between the matmuls, and a naive kernel's scores
-    layer = tokens * element_bytes * (4 * shape.d_model + 3 * shape.ff_width)
-    if case.attention_kernel != "sdpa" and not case.attention_kernel.startswith("flash_attention"):
-        # scores, a masked copy and exponentials, in float32; this kernel computes a head at a time
-        heads = case.batch_size * shape.num_heads
-        heads = 1 if case.attention_kernel == "scaled_dot_prod_attention" else heads
-        layer += 12 * heads * case.seq_len**2
-    # logits, on a CPU a chunk at a time, which a loss in 16 bits copies to float32
-    logits = tokens * shape.vocab_size * element_bytes
-    if device.type == "cpu":
-        logits = min(logits, CHUNK_BYTES) * (3 if is_short else 1)
-    head = (tokens + is_short * shape.vocab_size) * shape.d_model * element_bytes
-    return 4 * num_parameters(shape) + copies + max(layer, logits + head)
 
 
 def device_memory(device: torch.device) -> int | None:

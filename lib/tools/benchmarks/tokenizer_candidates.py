@@ -25,17 +25,16 @@ import numpy as np
 from lib.core.hardware import available_cpus
 from lib.data.stories import generate_stories
 from lib.tokenizer.bpe import Tokenizer, train_bpe
-from lib.tokenizer.files import save_huggingface, to_tiktoken
-from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
+from lib.tokenizer.files import save_huggingface
+from lib.tokenizer.pretokenize import SEPARATOR
 
 log = logging.getLogger(__name__)
-PEERS = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "rustbpe")
+PEERS = ("gigatoken", "fastokens", "tokenizers")
 MEGABYTE = 1_000_000
 # Seconds after which a candidate is slow enough to be measured once.
 PATIENCE = 30
-# How much text the slow candidates encode, and tiktoken and the decoders get.
-SLOW_BYTES, QUICK_CHARACTERS = 4 * MEGABYTE, 20 * MEGABYTE
-BLOCK_CHARACTERS = 1 << 18
+# How much text the slow candidates encode.
+SLOW_BYTES = 4 * MEGABYTE
 # Characters of a document, where documents are encoded one by one, and of all documents.
 DOCUMENT_CHARACTERS = (200, 5_000, 50_000, 500_000, 5_000_000)
 ALL_DOCUMENTS_CHARACTERS = 10_000_000
@@ -80,8 +79,7 @@ def is_installed(peer: str) -> bool:
 
 def is_here(candidate: str) -> bool:
     """Whether a candidate is ours, or a peer that is installed."""
-    peer = candidate.split(",")[0]
-    return peer not in PEERS or is_installed(peer)
+    return candidate not in PEERS or is_installed(candidate)
 
 
 def interleave(
@@ -175,22 +173,6 @@ def train_candidates(corpus: Corpus, task: str) -> Candidates:
     }
 
 
-def first_use(cache_folder: Path) -> float:
-    os.environ["NUMBA_CACHE_DIR"] = str(cache_folder)
-    start = time.perf_counter()
-    tokenizer = _trained_on("the cat sat on the mat " * 100, 260)
-    tokenizer.decode(tokenizer.encode("the cat"))
-    return time.perf_counter() - start
-
-
-def _trained_on(text: str, vocab_size: int) -> Tokenizer:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "text.txt"
-        path.write_text(text, encoding="utf-8", newline="")
-        trained = train_bpe(path, vocab_size, [SEPARATOR], implementation="numba")
-    return Tokenizer(*trained, [SEPARATOR], implementation="numba")
-
-
 def timed_training(trainer: str, path: Path, vocab_size: int) -> Sample:
     """Train on a small text for warmup, then on the file at `path`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -203,13 +185,6 @@ def timed_training(trainer: str, path: Path, vocab_size: int) -> Sample:
 
 def _train_ours(path: Path, vocab_size: int, implementation: str) -> None:
     train_bpe(path, vocab_size, [SEPARATOR], implementation=implementation)
-
-
-def _train_rustbpe(path: Path, vocab_size: int) -> None:
-    import rustbpe
-
-    tokenizer = rustbpe.Tokenizer()
-    tokenizer.train_from_iterator(documents(path), vocab_size - 1, pattern=GPT2_PATTERN)
 
 
 def _train_tokenizers(path: Path, vocab_size: int) -> None:
@@ -236,7 +211,6 @@ TRAINERS: dict[str, Callable[[Path, int], None]] = {
     "numba": functools.partial(_train_ours, implementation="numba"),
     "python": functools.partial(_train_ours, implementation="python"),
     "gigatoken": _train_gigatoken,
-    "rustbpe": _train_rustbpe,
     "tokenizers": _train_tokenizers,
 }
 
@@ -260,33 +234,16 @@ def encode_stream(corpus: Corpus, workers: int) -> Callable[[], Sample]:
 
 def encode_candidates(corpus: Corpus, task: str) -> Candidates:
     """Encoding on one core with empty caches; the slow ones encode less of the text."""
-    text = corpus.text
-    slow, quick = text[: SLOW_BYTES // 2], text[:QUICK_CHARACTERS]
-    slow_bytes, quick_bytes = len(slow.encode()), len(quick.encode())
+    slow = corpus.text[: SLOW_BYTES // 2]
+    slow_bytes = len(slow.encode())
     candidates = {
         "numba": encode_stream(corpus, workers=1),
         "python": timed(lambda: corpus.ours("python").encode(slow), slow_bytes),
     }
-    if is_installed("tiktoken"):
-        encoding = to_tiktoken(corpus.ours().parts)
-
-        def encode_all(parts: Sequence[str]) -> None:
-            for part in parts:
-                encoding.encode_to_numpy(part, allowed_special="all")
-
-        starts = range(0, len(quick), BLOCK_CHARACTERS)
-        cuts = {
-            "256 KB blocks": [quick[start : start + BLOCK_CHARACTERS] for start in starts],
-            "by document": [document + SEPARATOR for document in quick.split(SEPARATOR)],
-        }
-        for name, parts in cuts.items():
-            run = functools.partial(encode_all, parts)
-            candidates[f"tiktoken, {name}"] = timed(run, quick_bytes)
     if is_installed("tokenizers"):
         from tokenizers import Tokenizer as PeerTokenizer
 
-        peer = PeerTokenizer.from_str(corpus.document)
-        documents = slow.split(SEPARATOR)
+        peer, documents = PeerTokenizer.from_str(corpus.document), slow.split(SEPARATOR)
         candidates["tokenizers"] = timed(
             lambda: [peer.encode(document).ids for document in documents], slow_bytes
         )
@@ -365,8 +322,6 @@ def document_candidates(corpus: Corpus, task: str) -> Candidates:
     text = corpus.text[:ALL_DOCUMENTS_CHARACTERS].replace(SEPARATOR, " ")
     documents = [text[start : start + size] for start in range(0, len(text), size)]
     encoders = {name: make() for name, make in array_encoders(corpus).items()}
-    if is_installed("tiktoken"):
-        encoders["tiktoken"] = to_tiktoken(corpus.ours().parts).encode_to_numpy
 
     def encode_all(encode: Callable) -> None:
         for document in documents:
@@ -382,62 +337,18 @@ def document_candidates(corpus: Corpus, task: str) -> Candidates:
     }
 
 
-def _encode_file(tokenizer: Tokenizer, path: Path, workers: int | None = None) -> None:
+def _encode_file(tokenizer: Tokenizer, path: Path, workers: int) -> None:
     with open(path, "rb") as stream:
         for _ in tokenizer.encode_stream(stream, workers=workers):
             pass
 
 
-def decode_candidates(corpus: Corpus, task: str) -> Candidates:
-    """Decoding the tokens of the beginning of a text."""
-    text, tokenizer = corpus.text[:QUICK_CHARACTERS], corpus.ours()
-    ids = tokenizer.encode_array(text)
-    as_list, size = ids.tolist(), len(text.encode())
-    candidates = {
-        "numba": timed(lambda: tokenizer.decode(ids), size),
-        "numba, from a list": timed(lambda: tokenizer.decode(as_list), size),
-    }
-    if is_installed("tiktoken"):
-        encoding = to_tiktoken(tokenizer.parts)
-        candidates["tiktoken"] = timed(lambda: encoding.decode(as_list), size)
-    return candidates
-
-
-def large_candidates(corpus: Corpus, task: str) -> Candidates:
-    """Encoding a large file, for time and peak memory."""
-
-    def encode() -> Sample:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer = Path(folder) / "bpe.json"
-            # in processes of their own, so that the peak of encoding holds nothing of training
-            in_new_process(_save_trained, corpus.path, corpus.vocab_size, tokenizer)
-            return in_new_process(_encode_large, corpus.path, tokenizer)
-
-    return {"numba": encode}
-
-
-def _save_trained(path: Path, vocab_size: int, output: Path) -> None:
-    """Train on the beginning of a large file."""
-    with open(path, "rb") as source:
-        _trained_on(source.read(10 * MEGABYTE).decode(errors="ignore"), vocab_size).save(output)
-
-
-def _encode_large(path: Path, tokenizer_path: Path) -> Sample:
-    tokenizer = Tokenizer.load(tokenizer_path, implementation="numba")
-    sample = timed(lambda: _encode_file(tokenizer, path), path.stat().st_size)()
-    return sample | {"peak_MB": peak_memory()}
-
-
 ARRAYS = ("numba", "gigatoken", "fastokens")
-TIKTOKEN = ("tiktoken, 256 KB blocks", "tiktoken, by document")
 # Task, up to " of " -> a function that makes its candidates, and which are measured.
 TASKS: dict[str, tuple[Callable[[Corpus, str], Candidates], tuple[str, ...]]] = {
     "train": (train_candidates, tuple(TRAINERS)),
-    "encode": (encode_candidates, ("numba", "python", *TIKTOKEN, "tokenizers", *ARRAYS[1:])),
+    "encode": (encode_candidates, ("numba", "python", "tokenizers", *ARRAYS[1:])),
     "encode, warm": (warm_candidates, ARRAYS),
     "encode, all cores": (all_core_candidates, ("one core", "numba", "gigatoken")),
-    "decode": (decode_candidates, ("numba", "numba, from a list", "tiktoken")),
-    "documents": (document_candidates, (*ARRAYS, "tiktoken", "numba, encode_batch")),
-    "train, large": (train_candidates, ("numba",)),
-    "encode, large": (large_candidates, ("numba",)),
+    "documents": (document_candidates, (*ARRAYS, "numba, encode_batch")),
 }

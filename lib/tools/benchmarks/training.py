@@ -27,9 +27,8 @@ from lib.core.settings import PositiveInt, check, require, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.model.config import ModelConfig, PresetName, model_preset
 from lib.model.costs import flops_per_token, num_parameters
-from lib.model.loss import linear_cross_entropy
 from lib.model.transformer import TransformerLM
-from lib.profiling.measurement import interquartile_range, measure_interleaved
+from lib.profiling.measurement import interquartile_range
 from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, Case, grid
 from lib.tools.benchmarks.sections import Report
 from lib.training.config import TrainConfig
@@ -37,9 +36,6 @@ from lib.training.step import TrainStep, numerics
 
 PEER = "nanoGPT-style"
 FASTEST: dict = {"compile": True, "cuda_graph": True, "low_precision_weights": True}
-# Tokens of the loss that is measured alone.
-LOSS_TOKENS = 32_768
-LOSSES = ("all logits at once", "chunked", "chunked, 1,024 tokens")
 # Each candidate leaves one optimization out of the fastest, `all`.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -93,9 +89,6 @@ class TrainingBenchmarkConfig(BenchmarkConfig):
     ablations: bool = True
     """Also measure candidates with one optimization left out."""
 
-    loss: bool = True
-    """Also measure the loss, chunked and with all logits at once."""
-
     device: str = "auto"
     """`auto`, `cuda` or `cuda:N`."""
 
@@ -106,7 +99,7 @@ class TrainingBenchmarkConfig(BenchmarkConfig):
 
 
 def training_groups(config: TrainingBenchmarkConfig, device: torch.device) -> list[list[Case]]:
-    """The peer and ours, which are interleaved, then each ablation; at last the losses.
+    """The peer and ours, which are interleaved, then each ablation.
 
     Raises:
         ValueError: the device is no CUDA device.
@@ -121,19 +114,15 @@ def training_groups(config: TrainingBenchmarkConfig, device: torch.device) -> li
         if config.ablations:
             ablations = tuple(name for name, changes in CANDIDATES.items() if changes)
             groups += [[case] for case in grid(**names, candidate=ablations, samples=3)]
-    if config.loss:
-        names = {"task": "loss", "model": config.models[0], "tokens": LOSS_TOKENS}
-        groups.append(grid(**names, candidate=LOSSES, samples=5))
     return groups
 
 
 def measure_group(
     group: Sequence[Case], config: TrainingBenchmarkConfig, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Figures of the candidates of one model or of the loss, interleaved."""
+    """Figures of the candidates of one model, interleaved."""
     with numerics(tf32=True, deterministic=False):
-        measured = measure_loss if group[0].task == "loss" else measure_steps
-        for case, figures in zip(group, measured(group, config, device)):
+        for case, figures in zip(group, measure_steps(group, config, device)):
             yield {**vars(case), **figures}
 
 
@@ -333,45 +322,8 @@ class PeerBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.ln2(x))))
 
 
-def measure_loss(
-    group: Sequence[Case], config: TrainingBenchmarkConfig, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """Figures of the loss and its gradients: in chunks, and with all logits at once."""
-    shape, tokens = model_preset(group[0].model), group[0].tokens
-    dtype = pick_dtype(device, "bfloat16")
-    generator = torch.Generator(device).manual_seed(config.seed)
-
-    def draw(*size: int) -> Tensor:
-        x = torch.randn(size, generator=generator, device=device)
-        return (x / shape.d_model**0.5).to(dtype).requires_grad_()
-
-    hidden, weight = draw(tokens, shape.d_model), draw(shape.vocab_size, shape.d_model)
-    targets = torch.randint(shape.vocab_size, (tokens,), generator=generator, device=device)
-    candidates = {
-        "all logits at once": lambda: F.cross_entropy(F.linear(hidden, weight).float(), targets),
-        "chunked": lambda: linear_cross_entropy(hidden, weight, targets),
-        "chunked, 1,024 tokens": lambda: linear_cross_entropy(
-            hidden, weight, targets, chunk_tokens=1024
-        ),
-    }
-    steps = [
-        lambda loss_of=candidates[case.candidate]: torch.autograd.grad(loss_of(), (hidden, weight))
-        for case in group
-    ]
-    for measured in measure_interleaved(steps, device=device, samples=group[0].samples):
-        memory = measured.peak_memory_bytes
-        yield {
-            "vocab_size": shape.vocab_size,
-            "d_model": shape.d_model,
-            "median_ms": measured.median_ms,
-            "iqr_ms": measured.iqr_ms,
-            "samples": measured.samples,
-            "peak_memory_gb": memory and memory / 1e9,
-        }
-
-
 def training_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """The last record of each candidate of a model, or of its loss."""
+    """The last record of each candidate of a model, and of its loss, which was measured once."""
     frame = to_frame(records)
     frame["of"] = [
         f"{row['model']}, {row['batch_size']} × {row['context_length']:,} tokens"

@@ -1,9 +1,9 @@
 """The workbook on Kaggle: a dataset with the code, and a kernel for each notebook.
 
 `build` writes a folder for Kaggle's command line from what is committed, so that nothing else
-leaves this machine, and runs its notebooks from there; `push` uploads it. The metadata fields are
-those of Kaggle's documentation (`docs/kernels_metadata.md` and `docs/datasets_metadata.md` in
-Kaggle/kaggle-cli):
+leaves this machine, runs its notebooks from there, and prints the commands that upload it. The
+metadata fields are those of Kaggle's documentation (`docs/kernels_metadata.md` and
+`docs/datasets_metadata.md` in Kaggle/kaggle-cli):
 
 - `machine_shape` NvidiaTeslaT4 is what the editor calls "GPU T4 x2"; there is none with one T4;
 - without `enable_internet` the client turns the network on;
@@ -33,7 +33,7 @@ from nbclient.exceptions import CellExecutionError
 from lib.core.files import ROOT, claim_folder, sha256_file
 from lib.core.hardware import output_of
 from lib.core.records import is_checkout
-from lib.core.settings import NonEmpty, PositiveFloat, check, require, settings
+from lib.core.settings import NonEmpty, check, require, settings
 from lib.tools.publish.cells import FIRST_CELL, NAME, TEMPLATES, read_notebook
 from lib.tools.publish.execute import execute, insert_parameters
 from lib.tools.publish.plan import Job, find_notebooks, plan
@@ -44,7 +44,13 @@ The code, records and small trained model of a workbook that goes from raw text 
 trained on several GPUs. License: MIT; the file LICENSE holds its text."""
 # A placeholder for the name on Kaggle.
 NOBODY = "INSERT_USERNAME"
-RIGHT_USER = "the name in the address of your page on Kaggle, or empty"
+# Kaggle's own client; it starts a kernel once the dataset is ready.
+UPLOAD = """\
+To upload it with Kaggle's client (pip install kaggle):
+  kaggle datasets create -p {output}/dataset --dir-mode zip
+  kaggle datasets status {dataset}    # until it says ready
+{kernels}
+A newer dataset: kaggle datasets version -m Updated -p {output}/dataset --dir-mode zip"""
 # The code, and of artifacts/ what notebooks show. Folders of single runs stay here.
 FILES = (
     *("LICENSE", "lib/**/*"),
@@ -80,7 +86,7 @@ class KaggleBuildConfig:
     """Sizes for Kaggle's GPUs: a file in notebooks/parameters/. Empty: each notebook's own."""
 
     user: str = ""
-    """Your name on Kaggle; `kaggle push` can also fill it in."""
+    """Your name on Kaggle; without it the bundle cannot be uploaded."""
 
     attention: bool = True
     """Add a kernel that times the attention kernels on each GPU and writes the record."""
@@ -95,24 +101,8 @@ class KaggleBuildConfig:
     """Folder for the bundle; an existing bundle is rebuilt."""
 
     def __post_init__(self) -> None:
-        check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
-
-
-@settings
-class KagglePushConfig:
-    """An upload with Kaggle's own client."""
-
-    folder: Path = Path("artifacts/kaggle")
-    """The folder that `kaggle build` made."""
-
-    user: str = ""
-    """Your name on Kaggle, unless `kaggle build` was given it."""
-
-    timeout: PositiveFloat = 900.0
-    """Seconds to wait for Kaggle to prepare the dataset."""
-
-    def __post_init__(self) -> None:
-        check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
+        right = "the name in the address of your page on Kaggle, or empty"
+        check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), right)
 
 
 def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
@@ -141,8 +131,13 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
         for job in jobs:
             print(f"running {job.name} from the bundle", flush=True)
             print(f"{job.name} runs: {run_kernel(output, job.name):.0f} s")
-    # last, since `push` takes no bundle without it
+    # last, since Kaggle's client takes no dataset without it
     describe_dataset(output / "dataset", config.user)
+    pushes = [f"  kaggle kernels push -p {output}/kernels/{job.name}" for job in jobs]
+    dataset = f"{config.user or NOBODY}/{NAME}"
+    print(UPLOAD.format(output=output, dataset=dataset, kernels="\n".join(pushes)))
+    if not config.user:
+        print("It has no owner yet: build it with --user and your name on Kaggle.")
     return output
 
 
@@ -252,52 +247,3 @@ def run_kernel(bundle: Path, kernel: str) -> float:
             lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
             raise ValueError(f"{kernel} does not run:\n" + "\n".join(lines[-25:])) from error
         return time.monotonic() - started
-
-
-def push(config: KagglePushConfig) -> None:
-    """Upload dataset and kernels with Kaggle's client, which finds the credentials by itself.
-
-    Creates the dataset, or a new version of it, and starts the kernels when Kaggle has it ready.
-    """
-    dataset = config.folder / "dataset"
-    about = dataset / "dataset-metadata.json"
-    if not about.is_file():
-        raise ValueError(f"folder must be one that `kaggle build` made, got {config.folder}")
-    if shutil.which("kaggle") is None:
-        raise FileNotFoundError("there is no `kaggle` here; install it: pip install kaggle")
-    kernels = sorted((config.folder / "kernels").iterdir())
-    for path in (about, *(kernel / "kernel-metadata.json" for kernel in kernels)):
-        text = path.read_text(encoding="utf-8")
-        if NOBODY in text:
-            check(config, "user", bool(config.user), "your name on Kaggle, as in --user ada")
-            path.write_text(text.replace(NOBODY, config.user), encoding="utf-8")
-
-    address = json.loads(about.read_text(encoding="utf-8"))["id"]
-    is_new = _status(address) is None
-    words = ["create"] if is_new else ["version", "-m", "Updated"]
-    _kaggle("datasets", *words, "-p", os.fspath(dataset), "--dir-mode", "zip")
-    deadline = time.monotonic() + config.timeout
-    while (status := _status(address)) != "ready":
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"dataset {address} is {status or 'not there'} after {config.timeout:g} s"
-            )
-        time.sleep(min(5.0, config.timeout / 10))
-    for kernel in kernels:
-        _kaggle("kernels", "push", "-p", os.fspath(kernel))
-
-
-def _status(address: str) -> str | None:
-    """Return Kaggle's status of the dataset; None if there is none."""
-    command = ["kaggle", "datasets", "status", address]
-    done = subprocess.run(command, capture_output=True, text=True)
-    # there may be a warning above it
-    lines = done.stdout.strip().splitlines()
-    return lines[-1].strip() if done.returncode == 0 and lines else None
-
-
-def _kaggle(*arguments: str) -> None:
-    done = subprocess.run(["kaggle", *arguments])
-    if done.returncode:
-        words = " ".join(arguments[:2])
-        raise OSError(f"`kaggle {words}` ended with exit code {done.returncode}")

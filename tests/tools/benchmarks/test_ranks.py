@@ -1,5 +1,6 @@
 """Trainings on several ranks: what is interleaved, what is left when one fails, records."""
 
+import dataclasses
 import math
 import time
 import types
@@ -10,13 +11,12 @@ import torch
 from lib.core.allocator import without_stderr
 from lib.data.batches import BatchSampler
 from lib.ddp import flat
-from lib.ddp.launcher import launch
+from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import barrier, rank
 from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
 from lib.model.config import MODEL_PRESETS
 from lib.model.transformer import TransformerLM
 from lib.tools.benchmarks import interleaved as module
-from lib.tools.benchmarks import ranks as on_ranks
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
     Trainings,
@@ -29,6 +29,7 @@ from lib.tools.benchmarks.lm_matrix import (
     LmMatrixConfig,
     benchmark_lm_matrix,
     compare_with_none,
+    measure_wrappers,
 )
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
@@ -38,7 +39,6 @@ from lib.tools.benchmarks.rank_training import (
     skewed_tokens,
     train_config,
 )
-from lib.tools.benchmarks.ranks import RanksBenchmark
 from lib.tools.benchmarks.sharding import ShardingConfig, sharding_groups
 from tests.tools.benchmarks.rank_benchmarks import SMALL, cases_of
 
@@ -97,7 +97,7 @@ def test_epochs_are_interleaved_there_and_back_and_a_refused_training_is_left_ou
     monkeypatch, fits, events, losses
 ):
     monkeypatch.setattr(module, "fits_together", lambda *_: fits)
-    monkeypatch.setattr(module, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(module, "gather_objects", lambda value, group=None: [value])
     names = ("a", "refused", "b")
     cases = [Case(**vars(cases_of(LmMatrixConfig)[0]) | {"method": name}) for name in names]
     config = LmMatrixConfig(timed_epochs=3, trace_steps=0)
@@ -152,40 +152,42 @@ def test_models_are_held_together_only_where_they_fit(memory_gb, settings, fits)
     assert fits_together(cases, memory_gb * 1e9) == fits
 
 
-def sweep_with_a_full_rank(*arguments):
-    """`sweep`, where memory is full on rank 1 for `flashddp`, while rank 0 waits for it."""
+def full_for_flashddp(group, config):
+    """`measure_wrappers`, where memory is full on all ranks for `flashddp`."""
     train = Training.train
 
     def full(self: Training, steps: int) -> None:
-        if rank() == 1 and self.case.wrapper == "flashddp":
+        if self.case.wrapper == "flashddp":
             raise torch.OutOfMemoryError("CUDA out of memory: planted")
         train(self, steps)
 
     Training.train = full
-    return RanksBenchmark.sweep(*arguments)
+    return list(measure_wrappers(group, config))
+
+
+def failing(group, config):
+    raise KeyError("planted")
 
 
 @pytest.mark.slow
-def test_memory_full_on_one_rank_ends_its_training_and_no_other(tmp_path, monkeypatch, caplog):
-    def launch_full(fn, *arguments, **options):
-        assert fn is RanksBenchmark.sweep
-        return launch(sweep_with_a_full_rank, *arguments, **options)
-
-    monkeypatch.setattr(on_ranks, "launch", launch_full)
+def test_full_memory_ends_its_training_and_no_other_and_a_fault_ends_all_with_its_case(
+    tmp_path, caplog
+):
     config = LmMatrixConfig(
         kernels=("sdpa",), wrappers=("flashddp", "flat"), output=tmp_path, **QUICK
     )
-    records = benchmark_lm_matrix(config)
+    benchmark = dataclasses.replace(benchmark_lm_matrix, measure=full_for_flashddp)
+    records = benchmark(config)
     rows = {record["config"]["wrapper"]: record["figures"] for record in records}
     assert rows["flashddp"]["status"] == "oom"
     assert "planted" in rows["flashddp"]["reason"]
     assert rows["flat"]["status"] == "ok"
-    # retried with one model at a time, then given up
-    tries = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert ["planted" in record.message for record in tries] == [True, True]
     assert "1 of 2 could not be measured" in caplog.text
     assert "- sdpa, flashddp: oom" in (tmp_path / "lm_matrix_report.md").read_text()
-    assert benchmark_lm_matrix(config) == records
+    assert benchmark(config) == records
+    benchmark = dataclasses.replace(benchmark, measure=failing)
+    with pytest.raises(WorkerError, match=r"(?s)planted.*while this was measured: .*'flat'"):
+        benchmark(dataclasses.replace(config, restart=True))
 
 
 def test_settings_that_are_refused_leave_no_file(tmp_path):

@@ -95,7 +95,7 @@ def memory_figures(case, device="cpu"):
     return figures["predicted_memory_gb"], figures["peak_memory_gb"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize(
     ("length", "dtype", "kernel"),
     [
@@ -119,17 +119,11 @@ def test_memory_that_runs_out_is_a_status(monkeypatch):
     assert (figures["status"], figures["was_tried"], figures["samples"]) == ("oom", True, 0)
 
 
-def test_a_long_forward_pass_takes_what_a_naive_kernels_scores_take():
-    case = case_of("tiny", "forward", 512, attention_kernel="vectorized_torch")
-    predicted, measured = memory_figures(case)
-    assert predicted == pytest.approx(measured, rel=0.1)
-
-
 def test_a_model_far_too_large_is_oom_with_its_prediction_and_not_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "device_memory", lambda device: 1_000_000)
     monkeypatch.setattr(benchmark, "_train_step", lambda *_: pytest.fail("tried"))
-    config = StepBenchmarkConfig(seq_lens=(8,), output=tmp_path, **FAST)
-    with pytest.raises(ValueError, match=r"nothing could be measured .*: mode forward: oom; mode"):
+    config = StepBenchmarkConfig(seq_lens=(8,), modes=MODES[1:], output=tmp_path, **FAST)
+    with pytest.raises(ValueError, match=r"nothing could be measured .*: mode forward_backward: o"):
         benchmark_step(config)
     for record in read_records(tmp_path / "step_benchmark.jsonl"):
         figures = record["figures"]
@@ -137,10 +131,11 @@ def test_a_model_far_too_large_is_oom_with_its_prediction_and_not_tried(tmp_path
         assert figures["predicted_memory_gb"] > 0.001
 
 
-def test_memory_with_a_compiled_kernel_is_not_predicted():
+def test_memory_of_a_forward_pass_and_with_a_compiled_kernel_is_not_predicted():
     # the compiler decides what it keeps
     case = case_of("tiny", "full_step", 8, attention_kernel="vectorized_torch_compiled")
     assert predicted_memory(case, CPU) is None
+    assert predicted_memory(case_of("tiny", "forward", 8), CPU) is None
 
 
 def test_float16_is_measured_with_the_loss_scaled_as_in_training(monkeypatch):
@@ -216,7 +211,7 @@ def test_a_model_too_large_for_a_gpu_is_tried_and_leaves_later_cases_unaffected(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "length"), [("small", 1024), ("xl", 128)])
 def test_predicted_memory_is_that_of_the_step_on_a_gpu(name, length, mode, dtype):

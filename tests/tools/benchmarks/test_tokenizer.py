@@ -60,11 +60,8 @@ def test_all_tasks_leave_records_of_the_same_text_which_resume(tmp_path, monkeyp
     path = tmp_path / "other.txt"
     path.write_text("".join(generate_stories(20_000)), newline="")
     monkeypatch.setattr(benchmark, "DOCUMENT_CHARACTERS", (50, 3_000))
-    quick = {"timed_training": {"seconds": 1.0, "bytes": 9_000_000}, "first_use": 2.0}
-    quick["_encode_gigatoken"] = quick["timed_training"]
-    for module in (benchmark, candidates):
-        fake = lambda function, *_: quick[function.__name__]  # noqa: E731
-        monkeypatch.setattr(module, "in_new_process", fake)
+    quick = {"seconds": 1.0, "bytes": 9_000_000}
+    monkeypatch.setattr(candidates, "in_new_process", lambda *_: quick)
     config = TokenizerBenchmarkConfig(
         texts=(str(path),), megabytes=1, vocab_sizes=(300,), samples=1, output=tmp_path
     )
@@ -76,17 +73,14 @@ def test_all_tasks_leave_records_of_the_same_text_which_resume(tmp_path, monkeyp
         figures = record["figures"]
         tasks.setdefault(figures["task"], []).append(figures["candidate"])
         # names of files without their folders
-        assert figures.get("text", "other") == "other"
+        assert figures["text"] == "other"
         assert record["figures"]["seconds"] > 0
     assert tasks["train"][:2] == ["numba", "python"]
     assert tasks["encode"][:2] == ["numba", "python"]
-    assert tasks["decode"][:2] == ["numba", "numba, from a list"]
     assert tasks["documents of 50 characters"][-1] == "numba, encode_batch"
-    if benchmark.is_installed("tiktoken"):
-        assert {"tiktoken, 256 KB blocks", "tiktoken, by document"} <= set(tasks["encode"])
-        assert tasks["decode"][2:] == ["tiktoken"]
+    assert ("tokenizers" in tasks["encode"]) == benchmark.is_installed("tokenizers")
     table = (tmp_path / "tokenizer_benchmark.md").read_text()
-    assert "| numba, from a list |" in table
+    assert "| numba, encode_batch |" in table
 
     monkeypatch.setattr(benchmark, "measure_task", lambda *_: pytest.fail("measured again"))
     assert benchmark_tokenizer(config) == records

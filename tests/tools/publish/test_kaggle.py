@@ -1,7 +1,6 @@
 """The bundle for Kaggle: what is in it, that it runs, and that nothing uncommitted leaves."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from lib.core.records import is_checkout
 from lib.tools.publish import kaggle
 from lib.tools.publish.cells import FIRST_CELL
-from lib.tools.publish.kaggle import KaggleBuildConfig, KagglePushConfig, build, push
+from lib.tools.publish.kaggle import KaggleBuildConfig, build
 
 ATTENTION = Path(kaggle.ATTENTION).stem
 ROOT = Path(__file__).resolve().parents[3]
@@ -195,8 +194,8 @@ def test_a_notebook_runs_from_the_bundle_alone_and_one_that_does_not_ends_the_bu
     assert re.search(r"12_try runs: \d+ s", capsys.readouterr().out)
     with pytest.raises(ValueError, match=r"12_try does not run:(.|\n)*named 'lib.training'"):
         built(workbook("import lib.training"), tmp_path, verify=True)
-    with pytest.raises(ValueError, match="folder must be one"):
-        push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
+    # which Kaggle's client needs
+    assert not (tmp_path / "bundle/dataset/dataset-metadata.json").exists()
 
 
 def test_on_kaggle_a_file_that_is_not_as_it_was_bundled_is_named(copied, monkeypatch, capsys):
@@ -234,71 +233,16 @@ def test_the_speedrun_runs_on_kaggle(tmp_path):
     build(KaggleBuildConfig(output=tmp_path / "bundle"))
 
 
-@pytest.fixture
-def client(tmp_path, monkeypatch):
-    """A `kaggle` that notes its calls; the dataset's status is each of `states`, then the last."""
-    program, calls = tmp_path / "bin/kaggle", tmp_path / "calls"
-    program.parent.mkdir()
-
-    def add(*states, failing="nothing"):
-        (tmp_path / "states").write_text("\n".join(states) + "\n")
-        program.write_text(f"""#!/bin/sh
-cd "{tmp_path}"
-echo "$1 $2" >> calls
-case "$1 $2" in
-    "{failing}") exit 1 ;;
-    "datasets status")
-        state=$(head -n 1 states)
-        [ "$(wc -l < states)" = 1 ] || sed -i 1d states
-        [ -n "$state" ] && echo "$state" ;;
-esac
-""")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-        return lambda: calls.read_text().splitlines()
-
-    return add
-
-
-def test_push_makes_a_new_dataset_and_waits_for_it(copied, client):
-    bundle = copied
-    shutil.rmtree(bundle / f"kernels/{ATTENTION}")
-    calls = client("", "pending", "ready")
-    push(KagglePushConfig(folder=bundle, user="ada", timeout=20))
-    status = ["datasets status"]
-    assert calls() == [*status, "datasets create", *status, *status, "kernels push"]
+def test_the_commands_that_upload_a_bundle_name_its_owner(workbook, tmp_path, capsys):
+    bundle = built(workbook("steps"), tmp_path, user="ada")
     dataset, kernel = metadata_of(bundle)
     assert dataset["id"] == "ada/training-workbook"
     assert kernel["id"] == "ada/workbook-12-try"
     assert kernel["dataset_sources"] == [dataset["id"]]
-
-
-def test_push_makes_a_new_version_of_a_dataset_that_is_there(copied, client):
-    calls = client("ready")
-    push(KagglePushConfig(folder=copied, user="ada"))
-    pushed = ["kernels push"] * 2
-    assert calls() == ["datasets status", "datasets version", "datasets status", *pushed]
-
-
-@pytest.mark.parametrize(
-    ("client_says", "settings", "error", "message"),
-    [
-        (["ready"], {"user": ""}, ValueError, "user must be your name on Kaggle"),
-        (["ready", "kernels push"], {}, OSError, "`kaggle kernels push` ended with exit code 1"),
-        (["pending"], {"timeout": 0.3}, TimeoutError, "ada/training-workbook is pending"),
-    ],
-)
-def test_push_says_what_went_wrong(copied, client, client_says, settings, error, message):
-    state, *failing = client_says
-    client(state, failing=(failing or ["nothing"])[0])
-    with pytest.raises(error, match=message):
-        push(KagglePushConfig(**{"folder": copied, "user": "ada", **settings}))
-
-
-def test_push_without_a_client_says_how_to_install_it(copied, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="pip install kaggle"):
-        push(KagglePushConfig(folder=copied))
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  kaggle datasets create -p {bundle}/dataset --dir-mode zip" in lines
+    assert f"  kaggle kernels push -p {bundle}/kernels/12_try" in lines
+    assert "no owner" not in lines[-1]
 
 
 @pytest.mark.parametrize(
