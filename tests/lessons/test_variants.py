@@ -348,7 +348,7 @@ def f(tensor, ranks):
 # (exercise, words of the verdict, an edit of its right answer above)
 SLIPS = [
     ("mesh.run_stage", "keep y from the forward pass", "ys.pop(i)", "ys.pop(i); stage(x)"),
-    ("mesh.run_stage", "inputs stay held", "x = ranks.receive(", "x[:] = ranks.receive("),
+    ("mesh.run_stage", "inputs held after", "x = ranks.receive(", "x[:] = ranks.receive("),
     ("mesh.merge", "not yet", "torch.maximum(lse, new_lse)", "lse + (new_lse - lse).exp().log1p()"),
 ]
 # without Triton, which is for Linux, some exercises are not there

@@ -65,8 +65,6 @@ def ring(tensor: Tensor, ranks: Threads) -> Tensor:
 
 
 ring.mistakes = """
-n, me = ranks.count, ranks.number => return ranks.all_reduce(tensor)
-    | you call the all-reduce that there is; make one of `send` and `receive`
 length = -(-len(tensor) // n) => length = len(tensor) | whole tensors are sent around; send chunks
 (me - step) % n, (me - step - 1) % n =>
     (me - step % (n - 1)) % n, (me - step % (n - 1) - 1) % n
@@ -78,12 +76,8 @@ if step < n - 1 else arrived =>
 range(2 * (n - 1)) => range(n - 1)
     | the second half is missing: each rank has one whole sum, and sends it around
 torch.cat(chunks)[: len(tensor)] => torch.cat(chunks) | the padding is still there; cut it off
-torch.cat(chunks)[: len(tensor)] => torch.cat(chunks)[: len(tensor)] / n
-    | you return the mean over the ranks; return the sum
 arrived + chunks[into] => arrived + chunks[out]
     | what arrives is added to the chunk just sent; add it to the chunk of its own number
-if step < n - 1 else => if step < n else
-    | the first whole sum that arrives is added, too; from step n - 1 on it replaces what was there
 """
 
 
@@ -113,11 +107,7 @@ messages / n * num_bytes => num_bytes
     | the bytes count once; each rank sends 2 (n - 1) / n times as many
 messages * latency_us => latency_us | the latency counts once; every step waits for it
 / 1e3 => | the latency is left in µs; the result is in ms
-1e6) => 1e6 / 8) | the bandwidth is in bits; it is GB/s, of bytes
-2 * (n - 1) => 2 * n | each half takes n steps; after n - 1 of them it is done
 1e6) => 1e9) | bytes over bytes a second are seconds; the result is in ms
-messages * latency_us => messages / n * latency_us
-    | the latency is divided by n; a smaller chunk waits as long for it
 """
 
 
@@ -443,19 +433,10 @@ works.append(ranks.start_all_reduce(torch.cat([grad.flatten() for grad in grads]
     ; works.append(lambda: total)
     | backward waits for an all-reduce as soon as it has started, so nothing overlaps; wait in
     `finish`
-while len(works) < len(buckets) and => if len(works) < len(buckets) and
-    | a gradient sends at most one bucket (`if` in place of `while`); it may also release full
-    buckets that waited for an earlier one
-arrived.clear() => pass | what arrived in one step still counts in the next
-functools.partial(hook, index) => lambda param: hook(index, param)
-    | all hooks act as the last parameter's: a function made in a loop sees the loop variable's
-    final value, unless functools.partial keeps the present one
         works.clear() => pass
     | buckets of one step count as sent in the next; forget what was sent
 part.view_as(params[i]) => part.view_as(params[i]) if params[i].grad is not None else None
     | a parameter without a gradient on this rank stays without; it gets the mean, too
-arrived.issuperset(buckets[len(works)]) => len(arrived) == len(params)
-    | nothing is sent before the last gradient has arrived, so nothing overlaps
 """
 
 
