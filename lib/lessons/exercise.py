@@ -127,9 +127,6 @@ class Exercise:
     processes: int = 0
     """How many processes a right attempt runs on, too."""
 
-    process_harness: Callable | None = None
-    """process_harness(function, ranks) -> what is compared there (default: as on threads)."""
-
     launch_options: Mapping[str, Any] = field(default_factory=dict)
     """The backend of those processes, and its options (default: gloo)."""
 

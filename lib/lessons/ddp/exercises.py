@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.lessons.ddp import attempts
 from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import choices, ints, lists
@@ -249,15 +248,7 @@ def log_events(add_hooks: Callable, buckets: list[list[int]], steps: list[list[i
     return events
 
 
-@exercise(
-    "optional",
-    draw_backward,
-    harness=log_events,
-    processes=2,
-    process_harness=attempts.train_with_hooks,
-    launch_options=STRICT_NETWORK,
-    same_calls=False,
-)
+@exercise("optional", draw_backward, harness=log_events)
 def add_hooks(params: Sequence[Tensor], buckets: Sequence[Sequence[int]], start: Callable) -> None:
     arrived, started = set(), []
 
@@ -385,7 +376,6 @@ def take_steps(wrapper: Callable, buckets: list, steps: list, ranks: Threads) ->
     harness=take_steps,
     ranks=True,
     processes=2,
-    process_harness=attempts.train_wrapped,
     launch_options=STRICT_NETWORK,
     same_calls=False,
     trials=40,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import check_of, exercise, name_of
@@ -24,6 +23,7 @@ from lib.lessons.flash_attention.solutions_triton import (
     causal_forward,
     flash_forward,
 )
+from lib.lessons.meters import Largest
 from lib.lessons.triton.kernels import check_kernel, check_run
 from lib.lessons.triton.recorder_triton import watched
 
@@ -92,23 +92,16 @@ torch.exp(m - new_m) * l + torch.exp(scores - new_m) => l + torch.exp(scores)
 # Attention in tiles
 
 
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that an operation makes; refuses autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
+class WrittenOut(Largest):
+    """Refuses autograd."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if any(isinstance(x, Tensor) and x.requires_grad for x in args):
             raise ValueError("autograd must not differentiate here: write the formulas out")
-        result = op(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numbers = max(self.numbers, result.numel())
-        return result
+        return super().__torch_dispatch__(op, types, args, kwargs)
 
 
-class TileByTile(Largest):
+class TileByTile(WrittenOut):
     """Refuses further products with keys before the scores of the last one have met their values.
 
     So two passes over the keys are refused, and scores of all tiles that are kept.
@@ -211,7 +204,7 @@ def draw_saved(generator: random.Random, size: int) -> tuple:
 
 def backward_in_little_room(function, q, k, v, out, lse, grad_out, BQ: int, BK: int) -> Named:
     given = (q, k, v, out, lse, grad_out, BQ, BK)
-    return in_little_room(function, ("dQ", "dK", "dV"), *given, room=Largest())
+    return in_little_room(function, ("dQ", "dK", "dV"), *given, room=WrittenOut())
 
 
 @exercise("core", draw_saved, harness=backward_in_little_room, trials=40, seconds=5)

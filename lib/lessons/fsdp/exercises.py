@@ -88,29 +88,6 @@ def forward_and_backward(
     return Named(found, grad_x=grad_x, grad_shard=grad_shard)
 
 
-def three_steps(mlp: Callable, ranks: Any) -> Tensor:
-    """The whole weights after training on this rank's sequences."""
-    d_ff = 12
-    whole, parts = mlp_case(d_ff, ranks.count)
-    shard = whole.chunk(ranks.count)[ranks.number].clone()
-    x, target = (part.chunk(ranks.count)[ranks.number] for part in parts)
-    for _ in range(3):
-        # an attempt may compute the block again by autograd
-        y, backward = mlp(x, shard, d_ff, ranks)
-        _, gradient = backward(2 * (y.detach() - target) / y.numel())
-        with torch.no_grad():
-            shard -= 0.1 * gradient
-    return ranks.all_gather(shard.detach())
-
-
-def mlp_case(d_ff: int, ranks: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Weights of an MLP, flat, and inputs and targets of all ranks, (4 · ranks, 6)."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(2 * 6 * d_ff, generator=generator) / 3
-    x, target = torch.randn(2, 4 * ranks, 6, generator=generator)
-    return whole, (x, target)
-
-
 @exercise(
     "core",
     draw_mlp,
@@ -118,7 +95,6 @@ def mlp_case(d_ff: int, ranks: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     ranks=True,
     collectives=("all_gather", "reduce_scatter"),
     processes=2,
-    process_harness=three_steps,
     trials=40,
 )
 def sharded_mlp(x: Tensor, shard: Tensor, d_ff: int, ranks: Threads) -> tuple[Tensor, Callable]:
@@ -423,29 +399,15 @@ def with_a_part(
     mlp: Callable, x: Tensor, w1: Tensor, w2: Tensor, grad_y: Tensor, ranks: Any
 ) -> Named:
     """What a rank computes that has only its parts of the matrices: the rest is NaN."""
-    rows = slice(*(len(w1) // ranks.count * number for number in (ranks.number, ranks.number + 1)))
+    rows = torch.arange(len(w1)).chunk(ranks.count)[ranks.number]
     w1_part, w2_part = torch.full_like(w1, torch.nan), torch.full_like(w2, torch.nan)
     w1_part[rows], w2_part[:, rows] = w1[rows], w2[:, rows]
     y, backward = mlp(x, w1_part, w2_part, ranks)
     # first, since it explains a wrong y
-    found = Named({"all-reduces in forward": ranks.calls.get("all-reduces")})
+    found = Named({"all-reduces in forward": ranks.calls["all-reduces"]})
     found["y"] = y.detach().clone()
     grad_x, grad_w1, grad_w2 = backward(grad_y)
     return Named(found, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)
-
-
-def one_pass(mlp: Callable, ranks: Any) -> Named:
-    """Forward and backward of 5 tokens of width 6, with 12 hidden units."""
-    y, backward = mlp(*tensor_parallel_case()[:3], ranks)
-    names = ("y", "grad_x", "grad_w1", "grad_w2")
-    return Named(zip(names, (y.detach(), *backward(tensor_parallel_case()[3]))))
-
-
-def tensor_parallel_case() -> list[Tensor]:
-    """Input, whole matrices, and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (5, 6), (12, 6), (6, 12), (5, 6)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @exercise(
@@ -455,7 +417,6 @@ def tensor_parallel_case() -> list[Tensor]:
     ranks=True,
     collectives=("all_reduce",),
     processes=2,
-    process_harness=one_pass,
     trials=40,
 )
 def tensor_parallel_mlp(

@@ -15,7 +15,7 @@ from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import exercise
 from lib.lessons.inputs import choices, ints
 from lib.lessons.mesh import context
-from lib.lessons.profiling.frugal import load_dispatch
+from lib.lessons.meters import load_dispatch
 from lib.lessons.ranks import Threads, whole_numbers
 
 # Merge two parts of a row

@@ -120,12 +120,6 @@ def events_of(schedule: str, micro_batches: int, ranks: Threads) -> list[Event]:
     return {"GPipe": gpipe, "GPipe, last first": gpipe_back_to_front}[schedule](micro_batches)
 
 
-def run_on_process(attempt: Callable, ranks: Any) -> Named:
-    """The gradient of this rank after a step of 1F1B, where messages are not counted."""
-    name = "gradient of the stage"
-    return Named({name: run_on_rank(attempt, "1F1B", 5, ranks)[name]})
-
-
 @exercise(
     "core",
     {
@@ -137,7 +131,6 @@ def run_on_process(attempt: Callable, ranks: Any) -> Named:
     ranks=True,
     collectives=("send",),
     processes=2,
-    process_harness=run_on_process,
     trials=30,
 )
 def run_stage(

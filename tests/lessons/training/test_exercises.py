@@ -1,7 +1,6 @@
 """The exercises of notebook 03 against independent answers; their mistakes: test_exercise.py."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -58,17 +57,6 @@ def resume(make_run, before, after):
     run = make_run()
     run.train(before + after)
     return run.weights
-
-
-def resume_by_pickle(make_run, before, after):
-    """Everything that a run has, as bytes."""
-    first, second = make_run(), make_run()
-    first.train(before)
-    saved = pickle.dumps(vars(first))
-    first.train(1)
-    vars(second).update(pickle.loads(saved))
-    second.train(after)
-    return second.weights
 
 
 def story_bits(choices):
