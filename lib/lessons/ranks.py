@@ -296,7 +296,8 @@ class Processes(Ranks):
     def _all_gather(self, part: Tensor) -> Tensor:
         whole = part.new_empty(self.count * len(part))
         all_gather(whole, part.contiguous(), group=self.group)
-        return whole
+        # the backend may hold its own for a moment longer
+        return whole.clone()
 
     def _reduce_scatter(self, whole: Tensor) -> Tensor:
         own = whole.new_empty(len(whole) // self.count)

@@ -219,7 +219,7 @@ def of_ones(ranks):
 @pytest.mark.usefixtures("quick_ranks")
 def test_what_cannot_be_sent_or_fails_on_processes_alone_is_named(capsys):
     exercise = Exercise(
-        of_ones, lambda *_: (2,), {}, trials=1, ranks=True, processes=2, same_calls=False
+        of_ones, lambda *_: (2,), trials=1, ranks=True, processes=2, same_calls=False
     )
     names: dict = {"LOCK": threading.Lock(), "ONES": torch.ones(2), "__name__": "a notebook"}
     code = "def uses_a_lock(ranks):\n    LOCK.locked()\n    return ranks.all_reduce(ONES)"

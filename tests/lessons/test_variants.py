@@ -42,18 +42,6 @@ def f(hidden, weight, targets, chunk_tokens):
     "training.top_p_filter": """
 def f(probabilities, top_p):
     return top_p_filter.solve(probabilities.flip(0), top_p).flip(0)""",
-    # a run's state, pickled
-    "training.resume": """
-import pickle
-def f(make_run, before, after):
-    run = make_run()
-    run.train(before)
-    saved = pickle.dumps(vars(run))
-    run.train(1)
-    new = make_run()
-    vars(new).update(pickle.loads(saved))
-    new.train(after)
-    return new.weights""",
     # tiles of queries first
     "flash_attention.tiled_backward": """
 def f(q, k, v, out, lse, grad_out, BQ, BK):

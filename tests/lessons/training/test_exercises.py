@@ -1,6 +1,7 @@
 """The exercises of notebook 03 against independent answers; their mistakes: test_exercise.py."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def resume(make_run, before, after):
     return run.weights
 
 
+def resume_by_pickle(make_run, before, after):
+    """Everything that a run has, as bytes."""
+    first, second = make_run(), make_run()
+    first.train(before)
+    saved = pickle.dumps(vars(first))
+    first.train(1)
+    vars(second).update(pickle.loads(saved))
+    second.train(after)
+    return second.weights
+
+
 def story_bits(choices):
     """From the probability of what each throw shows."""
     shares = [
@@ -100,6 +112,7 @@ def test_an_interrupted_run_has_the_weights_of_a_whole_one(seed):
         assert torch.equal(
             exercises.resume.solve(make_run, before, after), resume(make_run, before, after)
         )
+    assert verdict(exercises.resume, resume_by_pickle, seed=seed).startswith("right")
 
 
 def test_a_token_that_is_computed_again_is_refused():
