@@ -368,32 +368,20 @@ def _wait_for(messages: queue.SimpleQueue) -> None:
             pass
 
 
-class Parked(BaseException):
-    """Raised in a thread that goes on whatever is raised: to make it, the thread waits for ever."""
-
-    def __init__(self) -> None:
-        threading.Event().wait()
-
-
 def _stop(board: Board, threads: Sequence[threading.Thread], ended: queue.SimpleQueue) -> None:
     """Raise SystemExit in ranks until they end; then tell `ended`.
 
-    In a thread of its own, where no signal comes between. A rank that catches everything is parked.
-    One that sleeps, or waits for a lock, takes no time on a processor; it ends when it wakes up.
+    In a thread of its own, where no signal comes between. A rank that sleeps, or waits for a lock,
+    takes no time on a processor; it ends when it wakes up.
     """
     board.stop()
     deadline = time.monotonic() + 0.3
     while (alive := [t for t in threads if t.is_alive()]) and time.monotonic() < deadline:
-        _raise_in(alive, SystemExit)
+        for thread in alive:
+            number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
         alive[0].join(0.01)
-    _raise_in(alive, Parked)
     ended.put(None)
-
-
-def _raise_in(threads: Sequence[threading.Thread], error: type[BaseException]) -> None:
-    for thread in threads:
-        number = ctypes.c_ulong(thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(error))
 
 
 def whole_numbers(generator: random.Random, *shape: int) -> Tensor:

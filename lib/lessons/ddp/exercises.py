@@ -445,15 +445,7 @@ def in_order(planner: Callable, sizes: list[int]) -> list[int]:
 
 
 def a_quarter_each(sizes: Sequence[int]) -> list[list[int]]:
-    cap = sum(sizes) / 4
-    buckets, filled = [[]], 0
-    for index in reversed(range(len(sizes))):
-        if buckets[-1] and filled + sizes[index] > cap:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
+    return assign_buckets.solve(sizes, sum(sizes) / 4, sum(sizes) / 4)
 
 
 def step_ms(planner: Callable) -> float:

@@ -24,23 +24,18 @@ from lib.lessons.flash_attention.solutions_triton import (  # noqa: F401 (found 
     flash_forward,
 )
 from lib.lessons.meters import Largest
+from lib.lessons.model.exercises import draw_tensor
 from lib.lessons.triton.kernels import check_run
 from lib.lessons.triton.recorder_triton import watched
 
 take = check_of(__name__, returns=True)
 
 
-def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
-    # halves, which print short and exactly
-    values = [generator.randint(-6, 6) / 2 for _ in range(math.prod(shape))]
-    return torch.tensor(values).reshape(shape)
-
-
 # Online softmax
 
 
 def draw_row(generator: random.Random, size: int) -> tuple:
-    tiles = [_draw_tensor(generator, generator.randint(1, 3)) for _ in range(1 + size // 4)]
+    tiles = [draw_tensor(generator, generator.randint(1, 3)) for _ in range(1 + size // 4)]
     # some so large that their exponentials overflow float32, some all below 0
     factor, shift = generator.choice([1, 1, 1, 40]), generator.choice([0, 0, -4])
     return ([factor * tile + shift for tile in tiles],)
@@ -135,7 +130,7 @@ def draw_head(generator: random.Random, size: int) -> tuple:
     """q, k, v of one head, and a tile's queries and keys: fewer than half of them, if many."""
     n, head_dim = generator.randint(2 + size // 2, 3 + size), generator.randint(2, 3)
     dtype = generator.choice([torch.float32, torch.float32, torch.float64])
-    q, k, v = (_draw_tensor(generator, n, head_dim).to(dtype) for _ in range(3))
+    q, k, v = (draw_tensor(generator, n, head_dim).to(dtype) for _ in range(3))
     if generator.random() < 1 / 4:
         # scores whose exponentials overflow, and a row of them that all underflow to 0
         q *= 40
@@ -189,7 +184,7 @@ def draw_saved(generator: random.Random, size: int) -> tuple:
     q, k, v, BQ, BK = draw_head(generator, size)
     q = q.clamp(-3, 3)
     out, lse = attention_and_lse(q, k, v, is_causal=False)
-    return q, k, v, out, lse, _draw_tensor(generator, *q.shape).to(q.dtype), BQ, BK
+    return q, k, v, out, lse, draw_tensor(generator, *q.shape).to(q.dtype), BQ, BK
 
 
 def backward_in_little_room(function, q, k, v, out, lse, grad_out, BQ: int, BK: int) -> Named:
