@@ -45,7 +45,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,9 +125,6 @@ class Exercise:
 
     processes: int = 0
     """How many processes a right attempt runs on, too."""
-
-    launch_options: Mapping[str, Any] = field(default_factory=dict)
-    """The backend of those processes, and its options (default: gloo)."""
 
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""

@@ -87,7 +87,7 @@ def on_processes(exercise: Any, attempt: Callable, text: str, arguments: tuple) 
     wrong = text.replace("right: ", "not yet: ", 1)
     try:
         # threads have not shown a deadlock, so a minute is for a slow machine
-        found = run_on_processes(attempted, count, timeout=60, **exercise.launch_options)
+        found = run_on_processes(attempted, count, timeout=60)
     except TypeError as error:
         return f"{wrong}; for processes, {error}"
     except WorkerError as error:

@@ -15,16 +15,8 @@ from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import choices, ints, lists
 from lib.lessons.ranks import Threads, whole_numbers
-from lib.lessons.simulated_network import Network
-from lib.profiling.collectives import Link
 
 check = check_of(__name__)
-
-# A network of no particular speed, by a virtual clock, that names calls that do not match.
-STRICT_NETWORK = {
-    "backend": "simulated",
-    "options": Network(Link(1.0, 1.0), clock="virtual"),
-}
 
 
 # The ring
@@ -376,7 +368,6 @@ def take_steps(wrapper: Callable, buckets: list, steps: list, ranks: Threads) ->
     harness=take_steps,
     ranks=True,
     processes=2,
-    launch_options=STRICT_NETWORK,
     same_calls=False,
     trials=40,
 )

@@ -35,7 +35,7 @@ def record_broken_runs() -> Path:
         history = faults.train_with(fault, *stories)
         figures: dict[str, Any] = {"run": fault}
         figures |= {name: [round(value, 4) for value in history[name]] for name in SHOWN}
-        settings = {"steps": faults.STEPS, "batch_size": faults.BATCH_SIZE}
+        settings: dict = {"steps": faults.STEPS, "batch_size": faults.BATCH_SIZE}
         settings |= {"learning_rate": faults.LEARNING_RATE} | faults.SHAPE
         append_record(RECORDS, new_record(figures, config=settings, seed=0))
     return RECORDS

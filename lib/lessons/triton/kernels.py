@@ -30,7 +30,7 @@ class Launch:
 
     grid: tuple[int, ...]
     arguments: tuple
-    options: dict[str, int]
+    options: dict[str, Any]
 
     most_numbers: int | None = None
     """In a tile, if the exercise limits that."""
