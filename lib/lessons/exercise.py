@@ -45,7 +45,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,11 +79,10 @@ class Exercise:
     draw: Draw
     """(generator, size) -> a tuple of arguments of about that size."""
 
-    mistakes: Mapping[str, tuple[str, str] | Callable] | str
-    """`old => new | sentence`, each an edit of the solution's source; or the mistake as a sentence
-    -> (old, new), or, where no short edit makes it, a function."""
-
     tier: Tier = "warm-up"
+
+    mistakes: str = ""
+    """`old => new | sentence`, each an edit of the solution's source."""
 
     trials: int = TRIALS
     """How many inputs are tried."""
@@ -127,22 +126,10 @@ class Exercise:
     processes: int = 0
     """How many processes a right attempt runs on, too."""
 
-    process_harness: Callable | None = None
-    """process_harness(function, ranks) -> what is compared there (default: as on threads)."""
-
-    launch_options: Mapping[str, Any] = field(default_factory=dict)
-    """The backend of those processes, and its options (default: gloo)."""
-
-    def mistake_table(self) -> Mapping[str, tuple[str, ...] | Callable]:
-        """The mistake as a sentence -> (old, new, …) texts of the source, or a function."""
-        return _edits_in(self.mistakes) if isinstance(self.mistakes, str) else self.mistakes
-
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
-        return {
-            sentence: mistake if callable(mistake) else edited(self.solve, *mistake)
-            for sentence, mistake in self.mistake_table().items()
-        }
+        edits = _edits_in(self.mistakes).items()
+        return {sentence: edited(self.solve, *texts) for sentence, texts in edits}
 
 
 def exercise(
@@ -158,7 +145,7 @@ def exercise(
     def draw(generator: random.Random, size: int) -> tuple:
         return tuple(one(generator, size) for one in inputs.values())  # type: ignore[union-attr]
 
-    return lambda solve: Exercise(solve, inputs if callable(inputs) else draw, "", tier, **options)
+    return lambda solve: Exercise(solve, inputs if callable(inputs) else draw, tier, **options)
 
 
 def _edits_in(mistakes: str) -> dict[str, tuple[str, ...]]:
@@ -205,6 +192,9 @@ def check(exercise: Exercise, attempt: Callable) -> Callable:
 
     So a notebook goes on with the reader's own function as soon as it works.
     """
+    # that of kernels compiles them, too
+    if own_check := getattr(exercise.harness, "check", None):
+        return own_check(exercise, attempt)
     text = verdict(exercise, attempt)
     if exercise.processes and result_of(text) == "passed":
         text = on_processes(exercise, attempt, text, draw_inputs(exercise, 0)[-1])

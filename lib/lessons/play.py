@@ -29,8 +29,7 @@ def played(exercise: Any, function: Callable) -> Callable[..., Any]:
         from lib.lessons.ranks import run_on_threads
 
         *given, count = arguments
-        job = _job(exercise, exercise.harness, function, given)
-        found = run_on_threads(job, count)
+        found = run_on_threads(_job(exercise, function, given), count)
         return Named((f"rank {number}", one) for number, one in enumerate(found))
 
     return play
@@ -59,11 +58,9 @@ def _harnessed(harness: Callable | None, function: Callable) -> Callable[..., An
     return run
 
 
-def _job(
-    exercise: Any, harness: Callable | None, function: Callable, given: Sequence[Any]
-) -> Callable[[Any], Named]:
+def _job(exercise: Any, function: Callable, given: Sequence[Any]) -> Callable[[Any], Named]:
     """What each rank does; it can be sent to processes."""
-    collectives, same_calls = exercise.collectives, exercise.same_calls
+    collectives, same_calls, harness = exercise.collectives, exercise.same_calls, exercise.harness
 
     @functools.wraps(function)
     def job(ranks: Any) -> Named:
@@ -85,25 +82,18 @@ def on_processes(exercise: Any, attempt: Callable, text: str, arguments: tuple) 
     from lib.ddp.launcher import WorkerError
     from lib.lessons.ranks import run_on_processes, run_on_threads
 
-    count, harness, given = exercise.processes, exercise.process_harness, []
-    if not harness:
-        harness, (*given, _) = exercise.harness, arguments
-    attempted, solved = (
-        _job(exercise, harness, function, given) for function in (attempt, exercise.solve)
-    )
+    count, (*given, _) = exercise.processes, arguments
+    attempted, solved = (_job(exercise, function, given) for function in (attempt, exercise.solve))
     wrong = text.replace("right: ", "not yet: ", 1)
     try:
         # threads have not shown a deadlock, so a minute is for a slow machine
-        found = run_on_processes(attempted, count, timeout=60, **exercise.launch_options)
+        found = run_on_processes(attempted, count, timeout=60)
     except TypeError as error:
         return f"{wrong}; for processes, {error}"
     except WorkerError as error:
         return f"{wrong}; on processes {str(error).splitlines()[0]}\n  {PROCESSES_GET}"
-    # there, calls are not counted
-    both = [
-        Named((f"rank {n}", Named(one, calls={})) for n, one in enumerate(side))
-        for side in (found, run_on_threads(solved, count))
-    ]
+    expected = run_on_threads(solved, count)
+    both = [Named((f"rank {n}", one) for n, one in enumerate(side)) for side in (found, expected)]
     if difference := first_difference(*both):
         return f"{wrong}; on {count} processes, {difference}"
     return f"{text}\n  on {count} processes, too"

@@ -1,6 +1,6 @@
 """Ranks for checks: threads of this process, so that a check takes no time, or real processes.
 
-`Processes` has the methods of `Threads` between the processes of a job that `launch` started.
+Both are `Ranks`, with the same methods and counts.
 """
 
 from __future__ import annotations
@@ -93,19 +93,18 @@ class Board:
             self.changed.notify_all()
 
 
-class Threads:
-    """One rank of several, each a thread; made by `run_on_threads`.
+class Ranks:
+    """One rank of several: what it may call, how it is counted, and what it gathered.
 
-    Counts its messages and waits, and keeps what it gathered, to overwrite it.
+    `Threads` and `Processes` say how messages get from rank to rank.
     """
 
-    def __init__(self, number: int, board: Board) -> None:
-        self.number, self.count, self.board = number, board.count, board
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count = number, count
         self.calls = {"all-gathers": 0, "reduce-scatters": 0, "all-reduces": 0}
         self.elements_sent = 0
         # of all ranks together, in all-gathers and reduce-scatters
         self.elements_exchanged = 0
-        self.collectives = 0
         # times that it waited for all others in a collective
         self.waits = 0
         # messages to and from each other rank
@@ -124,44 +123,22 @@ class Threads:
             raise ValueError(f"send takes a rank from 0 to {self.count - 1}, got {to}")
         self._check("send", tensor)
         self.elements_sent += tensor.numel()
-        key = (self.number, to, self._next("to", to))
-        self.board.post(key, tensor.detach().clone())
+        self._send(tensor.detach().clone(), to, self._next("to", to))
 
     def receive(self, source: int, like: Tensor) -> Tensor:
         """Wait for the next tensor from rank `source`, which has the shape and dtype of `like`.
 
         Raises:
-            ValueError: it has another shape or dtype.
+            ValueError: it has another shape or dtype; processes take bytes as they come.
         """
-        key = (source, self.number, self._next("from", source))
-        words = f"waits for message {key[2]} of rank {source}"
-        (tensor,) = self.board.wait(self.number, [key], words)
-        # nobody reads it again, so it is the receiver's alone to keep
-        del self.board.values[key]
-        if tensor.shape != like.shape:
-            shapes = f"{tuple(like.shape)}, got {tuple(tensor.shape)}"
-            raise ValueError(f"what rank {source} sends must have the shape {shapes}")
-        # processes take bytes as they come
-        if tensor.dtype != like.dtype:
-            dtypes = f"{like.dtype}, like `like`, got {tensor.dtype}"
-            raise ValueError(f"what rank {source} sends must have the dtype {dtypes}")
-        return tensor
-
-    def _check(self, kind: str, tensor: Any) -> None:
-        if self.allowed is not None and kind not in self.allowed:
-            raise RuntimeError(f"{kind} may not be used here, only {', '.join(self.allowed)}")
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{kind} takes a tensor, got {tensor!r}")
-
-    def _next(self, direction: str, other: int) -> int:
-        number = self.messages.get((direction, other), 0) + 1
-        self.messages[direction, other] = number
-        return number
+        return self._receive(source, like, self._next("from", source))
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks behind one another, (count · n,) of (n,)."""
+        self._check("all_gather", part)
         self.calls["all-gathers"] += 1
-        self.gathered.append(torch.cat(self._exchange("all_gather", part)))
+        self.waits += 1
+        self.gathered.append(self._all_gather(part.detach()))
         self.elements_exchanged += self.gathered[-1].numel()
         return self.gathered[-1]
 
@@ -178,24 +155,31 @@ class Threads:
                 f"elements; pad to a multiple of {self.count}"
             )
         self.calls["reduce-scatters"] += 1
+        self.waits += 1
         self.elements_exchanged += whole.numel()
-        total = sum(self._exchange("reduce_scatter", whole))
-        return total.chunk(self.count)[self.number].clone()  # type: ignore[union-attr]
+        return self._reduce_scatter(whole.detach())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks."""
-        self.calls["all-reduces"] += 1
-        return sum(self._exchange("all_reduce", tensor))  # type: ignore[return-value]
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0."""
-        return self._exchange("broadcast", tensor)[0].clone()
+        return self.start_all_reduce(tensor)()
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to add up over all ranks; return a function that waits for the sum."""
+        self._check("all_reduce", tensor)
         self.calls["all-reduces"] += 1
-        collect = self._post("all_reduce", tensor)
-        return lambda: sum(collect())  # type: ignore[return-value]
+        finish = self._start_all_reduce(tensor.detach())
+
+        def wait() -> Tensor:
+            self.waits += 1
+            return finish()
+
+        return wait
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0."""
+        self._check("broadcast", tensor)
+        self.waits += 1
+        return self._broadcast(tensor.detach().clone())
 
     @torch.no_grad()
     def poison(self) -> None:
@@ -209,27 +193,70 @@ class Threads:
         self.gathered.clear()
         return not all(storage.expired() for storage in storages)
 
-    def _exchange(self, kind: str, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks.
+    def _check(self, kind: str, tensor: Any) -> None:
+        if self.allowed is not None and kind not in self.allowed:
+            raise RuntimeError(f"{kind} may not be used here, only {', '.join(self.allowed)}")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{kind} takes a tensor, got {tensor!r}")
 
-        Raises:
-            RuntimeError: ranks call different collectives, or one of them has ended.
-            TypeError: `tensor` is none.
-            ValueError: tensors differ in their shape, or are not flat.
-        """
-        return self._post(kind, tensor)()
+    def _next(self, direction: str, other: int) -> int:
+        number = self.messages.get((direction, other), 0) + 1
+        self.messages[direction, other] = number
+        return number
+
+
+class Threads(Ranks):
+    """A rank that is a thread; made by `run_on_threads`."""
+
+    def __init__(self, number: int, board: Board) -> None:
+        super().__init__(number, board.count)
+        self.board, self.collectives = board, 0
+
+    def _send(self, tensor: Tensor, to: int, number: int) -> None:
+        self.board.post((self.number, to, number), tensor)
+
+    def _receive(self, source: int, like: Tensor, number: int) -> Tensor:
+        key, words = (source, self.number, number), f"waits for message {number} of rank {source}"
+        (tensor,) = self.board.wait(self.number, [key], words)
+        # nobody reads it again, so it is the receiver's alone to keep
+        del self.board.values[key]
+        if tensor.shape != like.shape:
+            shapes = f"{tuple(like.shape)}, got {tuple(tensor.shape)}"
+            raise ValueError(f"what rank {source} sends must have the shape {shapes}")
+        if tensor.dtype != like.dtype:
+            dtypes = f"{like.dtype}, like `like`, got {tensor.dtype}"
+            raise ValueError(f"what rank {source} sends must have the dtype {dtypes}")
+        return tensor
+
+    def _all_gather(self, part: Tensor) -> Tensor:
+        return torch.cat(self._post("all_gather", part)())
+
+    def _reduce_scatter(self, whole: Tensor) -> Tensor:
+        total = sum(self._post("reduce_scatter", whole)())
+        return total.chunk(self.count)[self.number].clone()  # type: ignore[union-attr]
+
+    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        collect = self._post("all_reduce", tensor)
+        return lambda: sum(collect())  # type: ignore[return-value]
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        return self._post("broadcast", tensor)()[0].clone()
 
     def _post(self, kind: str, tensor: Tensor) -> Callable[[], list[Tensor]]:
         """Post this rank's tensor; return a function that waits for those of all."""
-        self._check(kind, tensor)
         self.collectives += 1
         keys = [("collective", self.collectives, number) for number in range(self.count)]
-        self.board.post(keys[self.number], (kind, tensor.detach().clone()))
+        self.board.post(keys[self.number], (kind, tensor.clone()))
         words = f"waits in {kind}, its collective {self.collectives}"
         return lambda: self._collect(kind, keys, words)
 
     def _collect(self, kind: str, keys: Sequence[tuple], words: str) -> list[Tensor]:
-        self.waits += 1
+        """The tensors of all ranks.
+
+        Raises:
+            RuntimeError: ranks call different collectives, or one of them has ended.
+            ValueError: tensors differ in their shape, or are not flat.
+        """
         kinds, tensors = zip(*self.board.wait(self.number, keys, words))
         if len(set(kinds)) > 1:
             raise RuntimeError(f"ranks call different collectives: {', '.join(kinds)}")
@@ -240,6 +267,56 @@ class Threads:
             flat = "flat " if is_flat else ""
             raise ValueError(f"{kind} takes {flat}tensors of one shape, got the shapes {shown}")
         return list(tensors)
+
+
+class Processes(Ranks):
+    """A rank that is a process of a job, or of one of its groups."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(rank(group), world_size(group))
+        self.group = group
+        # messages on their way, and their tensors
+        self.sent: list[Any] = []
+
+    def wait_for_messages(self) -> None:
+        """Wait until all that was sent is on its way; what is still queued would be lost."""
+        for message, _ in self.sent:
+            message.wait()
+        self.sent.clear()
+
+    def _send(self, tensor: Tensor, to: int, number: int) -> None:
+        message = dist.isend(tensor, global_rank(to, self.group), group=self.group)
+        self.sent.append((message, tensor))
+
+    def _receive(self, source: int, like: Tensor, number: int) -> Tensor:
+        tensor = torch.empty_like(like)
+        dist.recv(tensor, global_rank(source, self.group), group=self.group)
+        return tensor
+
+    def _all_gather(self, part: Tensor) -> Tensor:
+        whole = part.new_empty(self.count * len(part))
+        all_gather(whole, part.contiguous(), group=self.group)
+        # the backend may hold its own for a moment longer
+        return whole.clone()
+
+    def _reduce_scatter(self, whole: Tensor) -> Tensor:
+        own = whole.new_empty(len(whole) // self.count)
+        reduce_scatter(own, whole.contiguous(), group=self.group)
+        return own
+
+    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        total = tensor.clone()
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()  # type: ignore[union-attr]
+            return total
+
+        return finish
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, global_rank(0, self.group), group=self.group)
+        return tensor
 
 
 def run_on_threads(job: Callable[[Threads], Any], count: int) -> list[Any]:
@@ -291,96 +368,20 @@ def _wait_for(messages: queue.SimpleQueue) -> None:
             pass
 
 
-class Parked(BaseException):
-    """Raised in a thread that goes on whatever is raised: to make it, the thread waits for ever."""
-
-    def __init__(self) -> None:
-        threading.Event().wait()
-
-
 def _stop(board: Board, threads: Sequence[threading.Thread], ended: queue.SimpleQueue) -> None:
     """Raise SystemExit in ranks until they end; then tell `ended`.
 
-    In a thread of its own, where no signal comes between. A rank that catches everything is parked.
-    One that sleeps, or waits for a lock, takes no time on a processor; it ends when it wakes up.
+    In a thread of its own, where no signal comes between. A rank that sleeps, or waits for a lock,
+    takes no time on a processor; it ends when it wakes up.
     """
     board.stop()
     deadline = time.monotonic() + 0.3
     while (alive := [t for t in threads if t.is_alive()]) and time.monotonic() < deadline:
-        _raise_in(alive, SystemExit)
+        for thread in alive:
+            number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
         alive[0].join(0.01)
-    _raise_in(alive, Parked)
     ended.put(None)
-
-
-def _raise_in(threads: Sequence[threading.Thread], error: type[BaseException]) -> None:
-    for thread in threads:
-        number = ctypes.c_ulong(thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(error))
-
-
-class Processes:
-    """The ranks of a job, or of one of its groups, with the methods of `Threads`."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group, self.number, self.count = group, rank(group), world_size(group)
-        # what threads count, for the harnesses that ask for it
-        self.calls: dict[str, int] = {}
-        self.messages: dict[tuple[str, int], int] = {}
-        self.elements_sent = self.elements_exchanged = self.waits = 0
-        # messages on their way, and their tensors
-        self.sent: list[Any] = []
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to rank `to`, without waiting for it."""
-        tensor = tensor.detach().clone()
-        message = dist.isend(tensor, global_rank(to, self.group), group=self.group)
-        self.sent.append((message, tensor))
-
-    def wait_for_messages(self) -> None:
-        """Wait until all that was sent is on its way; what is still queued would be lost."""
-        for message, _ in self.sent:
-            message.wait()
-        self.sent.clear()
-
-    def receive(self, source: int, like: Tensor) -> Tensor:
-        """Wait for the next tensor from rank `source`, which has the shape and dtype of `like`."""
-        tensor = torch.empty_like(like)
-        dist.recv(tensor, global_rank(source, self.group), group=self.group)
-        return tensor
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks behind one another, (count · n,) of (n,)."""
-        whole = part.new_empty(self.count * len(part))
-        all_gather(whole, part.detach().contiguous(), group=self.group)
-        return whole
-
-    def reduce_scatter(self, whole: Tensor) -> Tensor:
-        """This rank's slice of the sum over all ranks, (n,) of (count · n,)."""
-        own = whole.new_empty(len(whole) // self.count)
-        reduce_scatter(own, whole.detach().contiguous(), group=self.group)
-        return own
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
-        return self.start_all_reduce(tensor)()
-
-    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to add up over all ranks; return a function that waits for the sum."""
-        total = tensor.detach().clone()
-        work = dist.all_reduce(total, group=self.group, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()  # type: ignore[union-attr]
-            return total
-
-        return wait
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0."""
-        found = tensor.detach().clone()
-        dist.broadcast(found, global_rank(0, self.group), group=self.group)
-        return found
 
 
 def whole_numbers(generator: random.Random, *shape: int) -> Tensor:

@@ -12,7 +12,7 @@ import gzip
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -184,15 +184,8 @@ def _warm_step(
     return step, sequences
 
 
-def trace_steps(
-    step: TrainStep,
-    sequences: Tensor,
-    path: Path,
-    *,
-    steps: int,
-    begin: Callable[[], Any] = lambda: None,
-) -> None:
-    """Write the trace of `steps` training steps to `path`; `begin` is called before."""
+def trace_steps(step: TrainStep, sequences: Tensor, path: Path, *, steps: int) -> None:
+    """Write the trace of `steps` training steps to `path`."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if step.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -202,7 +195,6 @@ def trace_steps(
         # the first profiled step is slow; without ranges it does not count
         step(sequences, LEARNING_RATE)
         synchronize(step.device)
-        begin()
         with ranges.enabled():
             for _ in range(steps):
                 step(sequences, LEARNING_RATE)
@@ -210,12 +202,11 @@ def trace_steps(
     profiler.export_chrome_trace(str(path))
 
 
-def write_step_trace(folder: Path) -> Path:
+def write_step_trace(folder: Path) -> None:
     """Write one step of the trace in `folder`, without what a drawing does not need."""
     events = json.loads(gzip.decompress((folder / TRACE).read_bytes()))["traceEvents"]
     text = json.dumps({"traceEvents": step_events(events, STEP)}, separators=(",", ":"))
     write_atomically(folder / STEP_TRACE, gzip.compress(text.encode(), compresslevel=9, mtime=0))
-    return folder / STEP_TRACE
 
 
 def _write_results(

@@ -45,7 +45,6 @@ CHECKED = {
     for name, value in vars(topic).items()
     if isinstance(value, Exercise)
 }
-OF_KERNELS = [name for name in CHECKED if hasattr(CHECKED[name].harness, "compiled")]
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 
@@ -121,16 +120,11 @@ def says_which(exercise, name, mistake):
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_the_solution_passes_each_mistake_is_named_and_a_stub_is_not_attempted(name):
-    exercise, is_kernel = CHECKED[name], name in OF_KERNELS
-
-    def stub(*given):
-        raise NotImplementedError("your code here")
-
-    # the interpreter needs a stub's own arguments: those of kernels are tried in their cells
-    assert is_kernel or verdict(exercise, stub) == NOT_ATTEMPTED
+def test_the_solution_passes_and_each_mistake_is_named(name):
+    exercise = CHECKED[name]
     wrong = exercise.wrong_functions()
-    assert wrong
+    # those that readers make; more would only slow a check down
+    assert 1 <= len(wrong) <= 6
     # more inputs, if one mistake is not told from another
     trials = [min(exercise.trials, most) for most in (2, 15, exercise.trials)]
     fewer = [dataclasses.replace(exercise, trials=number) for number in trials]
@@ -142,7 +136,7 @@ def test_the_solution_passes_each_mistake_is_named_and_a_stub_is_not_attempted(n
 
 def verdict_on(result, expected):
     """The verdict on a function that returns `result` where the solution returns `expected`."""
-    exercise = Exercise(lambda n: expected, lambda generator, size: (size,), {})
+    exercise = Exercise(lambda n: expected, lambda generator, size: (size,))
 
     def attempt(n):
         return result
@@ -210,20 +204,22 @@ def test_rounding_and_the_kind_of_sequence_or_dtype_do_not_count(result, expecte
 
 @pytest.mark.parametrize("text", ["pair", "not there"])
 def test_a_mistake_is_an_edit_of_text_that_occurs_once(text):
-    exercise = Exercise(merge.solve, merge.draw, {"wrong": (text, "triple")})
+    exercise = Exercise(merge.solve, merge.draw, mistakes=f"{text} => triple | wrong")
     with pytest.raises(ValueError, match=f"'{text}' must occur once in merge, found"):
         exercise.wrong_functions()
 
 
-def test_an_error_names_its_line_and_is_the_same_mistake_in_another_line():
-    def fail(words):
-        return words["nothing"]
+def lookup(words):
+    return words.get("nothing", 1)
 
+
+def test_an_error_names_its_line_and_is_the_same_mistake_in_another_line():
     def fail_later(words):
         nothing = "nothing"
         return words[nothing]
 
-    exercise = Exercise(lambda words: 1, lambda generator, size: ({},), {"there is nothing": fail})
+    missing = 'words.get("nothing", 1) => words["nothing"] | there is nothing'
+    exercise = Exercise(lookup, lambda generator, size: ({},), mistakes=missing)
     text = verdict(exercise, fail_later)
     line = fail_later.__code__.co_firstlineno + 2
     assert f"line {line} of the cell raised KeyError: 'nothing'; expected 1" in text
@@ -237,7 +233,7 @@ def test_a_long_result_does_not_bury_an_error_and_inner_functions_have_lines():
 
         return inner()
 
-    exercise = Exercise(lambda size: [*range(1000)], lambda _, size: (size,), {})
+    exercise = Exercise(lambda size: [*range(1000)], lambda _, size: (size,))
     line = attempt.__code__.co_firstlineno + 2
     words = verdict(exercise, attempt).splitlines()[1]
     assert words == f"  line {line} of the cell raised IndexError: list index out of range"
@@ -277,8 +273,9 @@ def test_what_is_right_on_threads_must_be_right_on_processes_too(capsys):
         check(step, attempt)
     right, also, wrong = capsys.readouterr().out.splitlines()
     assert [right, also] == ["right: as expected on 30 random inputs", "  on 2 processes, too"]
-    assert wrong.startswith(
-        "not yet: as expected on 30 random inputs; on 2 processes, rank 0, step"
+    assert wrong == (
+        "not yet: as expected on 30 random inputs; on 2 processes, rank 0, calls, all-gathers: "
+        "yours 0, expected 3"
     )
 
 
@@ -294,7 +291,7 @@ def test_a_function_may_change_its_argument():
         ids.clear()
         return total
 
-    exercise = Exercise(sum, lambda generator, size: ([generator.randrange(9)] * size,), {})
+    exercise = Exercise(sum, lambda generator, size: ([generator.randrange(9)] * size,))
     assert verdict(exercise, attempt).startswith("right")
 
 
@@ -359,7 +356,7 @@ def twice(n):
 
 def test_what_an_open_exercise_measures_is_shown_beside_solution_and_baseline():
     options = {"measure": {double: 19800.0, twice: 3.0, sum: 40.0}.get, "unit": "ms", "trials": 4}
-    exercise = Exercise(double, lambda _, size: (size,), {}, "open", **options)
+    exercise = Exercise(double, lambda _, size: (size,), "open", **options)
     assert verdict(exercise, twice).splitlines() == [
         "right: as expected on 4 random inputs",
         "  yours 3 ms, the solution 19,800 ms",
@@ -377,7 +374,7 @@ def test_a_right_answer_at_too_high_a_cost_or_that_fails_where_it_is_measured_is
         return {double: 2.0, twice: 9.0}[function]
 
     exercise = Exercise(
-        double, lambda _, size: (size,), {}, trials=2, measure=measure, unit="ms", at_most=4
+        double, lambda _, size: (size,), trials=2, measure=measure, unit="ms", at_most=4
     )
     assert verdict(exercise, double).startswith("right")
     assert verdict(exercise, twice).splitlines() == [
@@ -393,7 +390,7 @@ def test_a_call_that_the_check_makes_is_told_by_the_names_of_what_it_was_run_wit
     def run(function, numbers):
         return [function(number) for number in numbers]
 
-    exercise = Exercise(double, lambda _, size: ([1, size],), {}, harness=run)
+    exercise = Exercise(double, lambda _, size: ([1, size],), harness=run)
     assert verdict(exercise, abs).startswith("not yet: abs, run with numbers=[1, 1]\n")
 
 
@@ -401,7 +398,6 @@ def test_a_secret_answer_is_not_told():
     exercise = Exercise(
         lambda: {"A": "launch-bound"},
         lambda *_: (),
-        {},
         trials=1,
         describe=lambda yours, _: f"{yours} is not it",
     )
@@ -415,7 +411,7 @@ def test_verdicts_are_kept_where_a_report_asks_for_them(tmp_path, monkeypatch, c
     def not_yet(n):
         raise NotImplementedError
 
-    exercise = Exercise(double, lambda _, size: (size,), {}, "core")
+    exercise = Exercise(double, lambda _, size: (size,), "core")
     monkeypatch.delenv(RESULTS, raising=False)
     check(exercise, double)
     monkeypatch.setenv(RESULTS, str(tmp_path / "results"))

@@ -18,8 +18,6 @@ from lib.lessons.show import (
 )
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import SEPARATOR
-from lib.tools.publish.cells import WIDGET_VIEW
-from tests.lessons.stored import stored_outputs
 from tests.texts import tricky_text
 
 TEXT = "the cat that sat on the mat, the hat of the cat. Über 42 cats\n" * 3
@@ -66,17 +64,6 @@ def test_the_slider_shows_the_step_that_it_points_to(tokenizer):
         assert f"After {merges}: {step.num_tokens} tokens" in markup
         assert markup.count("<span") == step.num_tokens
         assert markup.count("font-weight:700") == flat(step).count(step.joined)
-
-
-def test_where_nobody_can_move_it_several_steps_are_shown_without_scripts(tokenizer):
-    stepper = merge_stepper("the cat sat on the mat", tokenizer)
-    outputs = stored_outputs(stepper)
-    markup = "".join(output.data.get("text/html", "") for output in outputs)
-    steps = [int(number) for number in re.findall(r"After (\d+) merges?", markup)]
-    last = len(merge_steps("the cat sat on the mat", tokenizer)) - 1
-    assert steps == [0, last // 8, last // 4, last // 2, last]
-    assert "<script" not in markup
-    assert not any(WIDGET_VIEW in output.data for output in outputs)
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.lessons.ddp import attempts
 from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import choices, ints, lists
 from lib.lessons.ranks import Threads, whole_numbers
-from lib.lessons.simulated_network import Network
-from lib.profiling.collectives import Link
 
 check = check_of(__name__)
-
-# A network of no particular speed, by a virtual clock, that names calls that do not match.
-STRICT_NETWORK = {
-    "backend": "simulated",
-    "options": Network(Link(1.0, 1.0), clock="virtual"),
-}
 
 
 # The ring
@@ -65,8 +56,6 @@ def ring(tensor: Tensor, ranks: Threads) -> Tensor:
 
 
 ring.mistakes = """
-n, me = ranks.count, ranks.number => return ranks.all_reduce(tensor)
-    | you call the all-reduce that there is; make one of `send` and `receive`
 length = -(-len(tensor) // n) => length = len(tensor) | whole tensors are sent around; send chunks
 (me - step) % n, (me - step - 1) % n =>
     (me - step % (n - 1)) % n, (me - step % (n - 1) - 1) % n
@@ -78,12 +67,8 @@ if step < n - 1 else arrived =>
 range(2 * (n - 1)) => range(n - 1)
     | the second half is missing: each rank has one whole sum, and sends it around
 torch.cat(chunks)[: len(tensor)] => torch.cat(chunks) | the padding is still there; cut it off
-torch.cat(chunks)[: len(tensor)] => torch.cat(chunks)[: len(tensor)] / n
-    | you return the mean over the ranks; return the sum
 arrived + chunks[into] => arrived + chunks[out]
     | what arrives is added to the chunk just sent; add it to the chunk of its own number
-if step < n - 1 else => if step < n else
-    | the first whole sum that arrives is added, too; from step n - 1 on it replaces what was there
 """
 
 
@@ -113,11 +98,7 @@ messages / n * num_bytes => num_bytes
     | the bytes count once; each rank sends 2 (n - 1) / n times as many
 messages * latency_us => latency_us | the latency counts once; every step waits for it
 / 1e3 => | the latency is left in µs; the result is in ms
-1e6) => 1e6 / 8) | the bandwidth is in bits; it is GB/s, of bytes
-2 * (n - 1) => 2 * n | each half takes n steps; after n - 1 of them it is done
 1e6) => 1e9) | bytes over bytes a second are seconds; the result is in ms
-messages * latency_us => messages / n * latency_us
-    | the latency is divided by n; a smaller chunk waits as long for it
 """
 
 
@@ -259,15 +240,7 @@ def log_events(add_hooks: Callable, buckets: list[list[int]], steps: list[list[i
     return events
 
 
-@exercise(
-    "optional",
-    draw_backward,
-    harness=log_events,
-    processes=2,
-    process_harness=attempts.train_with_hooks,
-    launch_options=STRICT_NETWORK,
-    same_calls=False,
-)
+@exercise("optional", draw_backward, harness=log_events)
 def add_hooks(params: Sequence[Tensor], buckets: Sequence[Sequence[int]], start: Callable) -> None:
     arrived, started = set(), []
 
@@ -395,8 +368,6 @@ def take_steps(wrapper: Callable, buckets: list, steps: list, ranks: Threads) ->
     harness=take_steps,
     ranks=True,
     processes=2,
-    process_harness=attempts.train_wrapped,
-    launch_options=STRICT_NETWORK,
     same_calls=False,
     trials=40,
 )
@@ -443,19 +414,10 @@ works.append(ranks.start_all_reduce(torch.cat([grad.flatten() for grad in grads]
     ; works.append(lambda: total)
     | backward waits for an all-reduce as soon as it has started, so nothing overlaps; wait in
     `finish`
-while len(works) < len(buckets) and => if len(works) < len(buckets) and
-    | a gradient sends at most one bucket (`if` in place of `while`); it may also release full
-    buckets that waited for an earlier one
-arrived.clear() => pass | what arrived in one step still counts in the next
-functools.partial(hook, index) => lambda param: hook(index, param)
-    | all hooks act as the last parameter's: a function made in a loop sees the loop variable's
-    final value, unless functools.partial keeps the present one
         works.clear() => pass
     | buckets of one step count as sent in the next; forget what was sent
 part.view_as(params[i]) => part.view_as(params[i]) if params[i].grad is not None else None
     | a parameter without a gradient on this rank stays without; it gets the mean, too
-arrived.issuperset(buckets[len(works)]) => len(arrived) == len(params)
-    | nothing is sent before the last gradient has arrived, so nothing overlaps
 """
 
 
@@ -474,15 +436,7 @@ def in_order(planner: Callable, sizes: list[int]) -> list[int]:
 
 
 def a_quarter_each(sizes: Sequence[int]) -> list[list[int]]:
-    cap = sum(sizes) / 4
-    buckets, filled = [[]], 0
-    for index in reversed(range(len(sizes))):
-        if buckets[-1] and filled + sizes[index] > cap:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
+    return assign_buckets.solve(sizes, sum(sizes) / 4, sum(sizes) / 4)
 
 
 def step_ms(planner: Callable) -> float:

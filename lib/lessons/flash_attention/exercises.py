@@ -9,48 +9,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.lessons.differences import AtMost, Named
-from lib.lessons.exercise import check_of, exercise, name_of
+from lib.lessons.exercise import check_of, exercise
 from lib.lessons.flash_attention.kernel_task import (
     KERNEL,
     attention_and_lse,
     draw_for_backward,
 )
-from lib.lessons.flash_attention.solutions_triton import (
+from lib.lessons.flash_attention.solutions_triton import (  # noqa: F401 (found by their names)
     backward_keys,
     backward_queries,
     causal_forward,
     flash_forward,
 )
-from lib.lessons.triton.kernels import check_kernel, check_run
+from lib.lessons.meters import Largest
+from lib.lessons.model.exercises import draw_tensor
+from lib.lessons.triton.kernels import check_run
 from lib.lessons.triton.recorder_triton import watched
 
-KERNELS = {
-    kernel.solve.__name__: kernel
-    for kernel in (flash_forward, causal_forward, backward_queries, backward_keys)
-}
-_take = check_of(__name__, returns=True)
-
-
-def take(attempt: Any, name: str = "") -> Any:
-    """Print the verdict on a function or kernel; return it if it is right, else the solution."""
-    kernel = KERNELS.get(name or name_of(attempt))
-    return check_kernel(kernel, attempt) if kernel else _take(attempt, name)
-
-
-def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
-    # halves, which print short and exactly
-    values = [generator.randint(-6, 6) / 2 for _ in range(math.prod(shape))]
-    return torch.tensor(values).reshape(shape)
+take = check_of(__name__, returns=True)
 
 
 # Online softmax
 
 
 def draw_row(generator: random.Random, size: int) -> tuple:
-    tiles = [_draw_tensor(generator, generator.randint(1, 3)) for _ in range(1 + size // 4)]
+    tiles = [draw_tensor(generator, generator.randint(1, 3)) for _ in range(1 + size // 4)]
     # some so large that their exponentials overflow float32, some all below 0
     factor, shift = generator.choice([1, 1, 1, 40]), generator.choice([0, 0, -4])
     return ([factor * tile + shift for tile in tiles],)
@@ -92,23 +77,16 @@ torch.exp(m - new_m) * l + torch.exp(scores - new_m) => l + torch.exp(scores)
 # Attention in tiles
 
 
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that an operation makes; refuses autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
+class WrittenOut(Largest):
+    """Refuses autograd."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if any(isinstance(x, Tensor) and x.requires_grad for x in args):
             raise ValueError("autograd must not differentiate here: write the formulas out")
-        result = op(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numbers = max(self.numbers, result.numel())
-        return result
+        return super().__torch_dispatch__(op, types, args, kwargs)
 
 
-class TileByTile(Largest):
+class TileByTile(WrittenOut):
     """Refuses further products with keys before the scores of the last one have met their values.
 
     So two passes over the keys are refused, and scores of all tiles that are kept.
@@ -152,7 +130,7 @@ def draw_head(generator: random.Random, size: int) -> tuple:
     """q, k, v of one head, and a tile's queries and keys: fewer than half of them, if many."""
     n, head_dim = generator.randint(2 + size // 2, 3 + size), generator.randint(2, 3)
     dtype = generator.choice([torch.float32, torch.float32, torch.float64])
-    q, k, v = (_draw_tensor(generator, n, head_dim).to(dtype) for _ in range(3))
+    q, k, v = (draw_tensor(generator, n, head_dim).to(dtype) for _ in range(3))
     if generator.random() < 1 / 4:
         # scores whose exponentials overflow, and a row of them that all underflow to 0
         q *= 40
@@ -206,12 +184,12 @@ def draw_saved(generator: random.Random, size: int) -> tuple:
     q, k, v, BQ, BK = draw_head(generator, size)
     q = q.clamp(-3, 3)
     out, lse = attention_and_lse(q, k, v, is_causal=False)
-    return q, k, v, out, lse, _draw_tensor(generator, *q.shape).to(q.dtype), BQ, BK
+    return q, k, v, out, lse, draw_tensor(generator, *q.shape).to(q.dtype), BQ, BK
 
 
 def backward_in_little_room(function, q, k, v, out, lse, grad_out, BQ: int, BK: int) -> Named:
     given = (q, k, v, out, lse, grad_out, BQ, BK)
-    return in_little_room(function, ("dQ", "dK", "dV"), *given, room=Largest())
+    return in_little_room(function, ("dQ", "dK", "dV"), *given, room=WrittenOut())
 
 
 @exercise("core", draw_saved, harness=backward_in_little_room, trials=40, seconds=5)

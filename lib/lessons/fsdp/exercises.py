@@ -4,17 +4,14 @@ orders of a step, checkpoints.
 
 from __future__ import annotations
 
-import gc
 import math
 import operator
 import random
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.lessons.differences import Named
 from lib.lessons.exercise import check_of, exercise
@@ -79,8 +76,7 @@ def forward_and_backward(
     found = Named(y=y.detach().clone())
     # what forward gathered must not be used again
     ranks.poison()
-    is_held = ranks.forget_gathered() or holds_a_copy(backward, len(whole), (shard, own_x))
-    found["still holds a whole matrix, or a copy of one, when backward begins"] = is_held
+    found["still holds a whole matrix when backward begins"] = ranks.forget_gathered()
     try:
         grad_x, grad_shard = backward(grad_y[ranks.number])
     except RuntimeError as error:
@@ -92,57 +88,6 @@ def forward_and_backward(
     return Named(found, grad_x=grad_x, grad_shard=grad_shard)
 
 
-def holds_a_copy(backward: Callable, elements: int, own: Sequence[Tensor]) -> bool:
-    """Whether `backward` holds as many numbers as one matrix or both have, apart from `own`."""
-    addresses = {tensor.data_ptr() for tensor in own}
-    return any(
-        tensor.numel() in (elements // 2, elements) and tensor.data_ptr() not in addresses
-        for tensor in tensors_held(backward, set())
-    )
-
-
-def tensors_held(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors that a function holds, but not what is global, as modules and classes are."""
-    if id(value) in seen or isinstance(value, HELD_BY_ALL):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-        return
-    # of a function, not its globals
-    is_function = isinstance(value, types.FunctionType)
-    parts = (value.__closure__, value.__defaults__) if is_function else gc.get_referents(value)
-    for part in parts:
-        yield from tensors_held(part, seen)
-
-
-# What many hold, and no attempt as its own.
-HELD_BY_ALL = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType, Threads)
-
-
-def three_steps(mlp: Callable, ranks: Any) -> Tensor:
-    """The whole weights after training on this rank's sequences."""
-    d_ff = 12
-    whole, parts = mlp_case(d_ff, ranks.count)
-    shard = whole.chunk(ranks.count)[ranks.number].clone()
-    x, target = (part.chunk(ranks.count)[ranks.number] for part in parts)
-    for _ in range(3):
-        # an attempt may compute the block again by autograd
-        y, backward = mlp(x, shard, d_ff, ranks)
-        _, gradient = backward(2 * (y.detach() - target) / y.numel())
-        with torch.no_grad():
-            shard -= 0.1 * gradient
-    return ranks.all_gather(shard.detach())
-
-
-def mlp_case(d_ff: int, ranks: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Weights of an MLP, flat, and inputs and targets of all ranks, (4 · ranks, 6)."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(2 * 6 * d_ff, generator=generator) / 3
-    x, target = torch.randn(2, 4 * ranks, 6, generator=generator)
-    return whole, (x, target)
-
-
 @exercise(
     "core",
     draw_mlp,
@@ -150,7 +95,6 @@ def mlp_case(d_ff: int, ranks: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     ranks=True,
     collectives=("all_gather", "reduce_scatter"),
     processes=2,
-    process_harness=three_steps,
     trials=40,
 )
 def sharded_mlp(x: Tensor, shard: Tensor, d_ff: int, ranks: Threads) -> tuple[Tensor, Callable]:
@@ -179,40 +123,15 @@ ranks.reduce_scatter(whole) / ranks.count => ranks.reduce_scatter(whole)
     | the gradient of the shard is a sum over the ranks; divide it by their number
 ranks.reduce_scatter(whole) / ranks.count => whole.chunk(ranks.count)[ranks.number]
     | the gradient of the shard is this rank's own; reduce-scatter it
-[grad_w1.flatten(), grad_w2.flatten()] => [grad_w2.flatten(), grad_w1.flatten()]
-    | the gradients are packed in the other order than the matrices
 w1, w2 = matrices()  # again => pass && del w1, w2 => pass
     | backward uses the matrices of forward, which are gone by then; gather them again
 del w1, w2 => held = w1, w2 && (h > 0) => (h > len(held) - 2)
     | backward gathers again, but holds forward's matrices until then; let no name keep them
-w1, w2 = matrices()  # again => pass && del w1, w2 => w1, w2 = w1.clone(), w2.clone()
-    | backward keeps a copy of forward's matrices; a rank must not hold them in between
 * (h > 0) => | the ReLU is missing in backward: where h was not above 0, no gradient passes
-grad_y.T @ h.relu() => grad_y.T @ h | the gradient of W2 takes h before its ReLU
-return grad_h @ w1 => return grad_h @ w1 / ranks.count
-    | the gradient of x is divided by the number of ranks; each rank has its own x
-w1.view(d_ff, -1) => w1.view(-1, d_ff).T | W1 is viewed as its transpose; its rows are hidden units
-w2.view(-1, d_ff) => w2.view(d_ff, -1).T
-    | W2 is viewed as its transpose; its columns are hidden units
-y = h.relu() @ w2.T => y = h @ w2.T | the ReLU is missing in forward
-* (h > 0) => * (h >= 0) | a gradient passes where h is 0; the ReLU lets it pass above 0 alone
-* (h > 0) => * h.relu() | the gradient is multiplied by h; a ReLU's derivative is 1 or 0
-grad_h.T @ x, => x.T @ grad_h, | the gradient of W1 is packed as its transpose
-grad_y.T @ h.relu() => h.relu().T @ grad_y | the gradient of W2 is packed as its transpose
-grad_h.T @ x, grad_y.T @ h.relu() => x.T @ grad_h, h.relu().T @ grad_y
-    | both gradients are packed as their transposes; they have the shapes of their matrices
 whole = torch.cat([grad_w1.flatten(), grad_w2.flatten()]) => wholes = grad_w1, grad_w2
     && ranks.reduce_scatter(whole) =>
     torch.cat([ranks.reduce_scatter(whole.flatten()) for whole in wholes])
     | each gradient is reduce-scattered by itself, but a slice is cut from both behind one another
-ranks.all_gather(shard).chunk(2) => (ranks.all_gather(part) for part in shard.chunk(2))
-    && whole = torch.cat([grad_w1.flatten(), grad_w2.flatten()]) => wholes = grad_w1, grad_w2
-    && ranks.reduce_scatter(whole) =>
-    torch.cat([ranks.reduce_scatter(whole.flatten()) for whole in wholes])
-    | the shard is cut in two and each half gathered, as if it had a slice of each matrix; gather it
-    whole, then cut
-return grad_h @ w1, => return (grad_y @ w2) @ w1,
-    | the gradient of x passes where h is not above 0; it takes the ReLU's, too
 """
 
 
@@ -247,45 +166,16 @@ def clip(shard: Tensor, vector: Tensor, max_norm: float, ranks: Threads) -> tupl
 
 
 clip.mistakes = """
-.square().sum()).sqrt() => .square().sum())
-    | the root is missing: a norm is the root of the sum of squares
 ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard).square().sum()
     | the shards are added up element by element, but they are slices of one gradient; add up their
     squares
 ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm())
     | a norm is added where its square belongs
-ranks.all_reduce(shard.square().sum()) => (shard.square() + 0).sum()
-    && (square + vector.square().sum()).sqrt() =>
-    ranks.all_reduce((square + vector.square().sum()).sqrt())
-    | each rank's norm, of its shard and the vector, is added up; add the squares of the shards, and
-    the vector's once
-(square + vector.square().sum()).sqrt() => square.sqrt() + vector.norm()
-    | the vector's norm is added to that of the shards; add their squares
-norm = (square + vector.square().sum()).sqrt() => norm = square.sqrt()
-    && factor * vector => min(1.0, max_norm / vector.norm()) * vector
-    | the shards and the vector are each scaled by a norm of their own; there is one for both
 + vector.square().sum() => + ranks.all_reduce(vector.square().sum())
     | the vector's squares are added up over the ranks; all have the same ones, so add them once
-+ vector.square().sum() => + ranks.all_reduce(vector.square().sum()) / ranks.count
-    | the vector is averaged over the ranks; all have the same one, so no all-reduce is needed
-min(1.0, max_norm / norm) => max(1.0, max_norm / norm)
-    | the factor is never below 1, so that nothing is clipped; take the smaller of the two
-factor * vector => factor * vector / ranks.count
-    | the vector is divided by the number of ranks; its gradient is averaged already
 ranks.all_reduce(shard.square().sum()) => shard.square().sum()
     | each rank takes the norm of its own shard; then they scale differently
-ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm()).square()
-    | norms are added up over the ranks; add their squares
-ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm())
-    && (square + vector.square().sum()).sqrt() => square + vector.norm()
-    | norms are added; add squares, and take one root
-ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.square().sum()) / ranks.count
-    | the squares are averaged over the ranks; they are parts of one sum
-max_norm / norm => norm / max_norm | the factor is norm / max_norm; it is max_norm / norm
-(square + vector.square().sum()) => (square + ranks.count * vector.square().sum())
-    | the vector counts once for each rank; all have the same one
 + vector.square().sum() => | the vector is left out of the norm
-factor * vector => vector | the vector is not scaled
 min(1.0, max_norm / norm) => max_norm / norm
     | gradients below the limit are scaled up; leave them alone
 """
@@ -350,37 +240,17 @@ order.mistakes = """
 events = [("gather", 0)] => return just_in_time(blocks)
     | each block is gathered just before it runs, and waits for its message; gather the next block
     before this one runs
-events = [("gather", 0)] => events, rounds = [], [("forward", b) for b in range(blocks)];
-    rounds += [("backward", b) for b in reversed(range(blocks))];
-    return sum([[("gather", b), (kind, b), *([("reduce", b)] * (kind == "backward")), ("free", b)]
-    for kind, b in rounds], [])
-    | each block is gathered just before it runs, the last one twice; gather the next block before
-    this one runs, and keep the last
-[*ahead, ("backward", block), ("reduce", block), ("free", block)] =>
-    [("backward", block), *ahead, ("reduce", block), ("free", block)]
-    | in backward block b - 1 is gathered before the gradient of block b is sent, but after b has
-    run
 events = [("gather", 0)] => events = [("gather", block) for block in range(blocks)]
     && [("gather", block + 1)] if block + 1 < blocks else [] => []
     && [("free", block)] if block + 1 < blocks else [] => []
     && [("gather", block - 1)] if block > 0 else [] => []
     | all blocks are gathered at the start; no more than two may be
-("reduce", block), ("free", block)] => *([("reduce", block + 1)] * (block + 1 < blocks)),
-    ("free", block)]
-    && return events => return [*events, ("reduce", 0)]
-    | a gradient is sent one block too late; send it as soon as its backward has run
 [*ahead, ("forward", block)] => [("forward", block), *ahead]
     | in forward block b + 1 is gathered once block b has run; gather it before b runs
 [*ahead, ("backward", block), ("reduce", block), ("free", block)] =>
     [("backward", block), ("reduce", block), ("free", block), *ahead]
     | in backward block b - 1 is gathered once block b has run; gather it before b runs
 [("free", block)] if block + 1 < blocks else [] => [] | nothing is freed in forward
-[("free", block)] if block + 1 < blocks else [] => [("free", block - 1)] if block > 0 else []
-    | three blocks are gathered at once: one is gathered too early, or one is freed too late
-("reduce", block), ("free", block)] => ("free", block)]
-    && return events => return events + [("reduce", block) for block in range(blocks)]
-    | gradients are sent only after the whole backward pass
-reversed(range(blocks)) => range(blocks) | backward runs from the first block to the last
 [("free", block)] if block + 1 < blocks else [] =>
     [("free", block), ("gather", block)] if block + 1 == blocks else [("free", block)]
     | the last block is freed after forward, and needed again at once
@@ -525,51 +395,19 @@ def draw_whole_mlp(generator: random.Random, size: int) -> tuple:
     return *(whole_numbers(generator, *shape) for shape in shapes), ranks
 
 
-# A rank may compute this many times its share, since backward may compute h again.
-MOST_SHARES = 1.5
-
-
-class Matmuls(TorchDispatchMode):
-    """Counts the multiply-adds of matmuls."""
-
-    count = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        if op.overloadpacket.__name__ in ("mm", "addmm", "bmm", "mv"):
-            left = args[1] if op.overloadpacket.__name__ == "addmm" else args[0]
-            self.count += result.numel() * left.shape[-1]
-        return result
-
-
 def with_a_part(
     mlp: Callable, x: Tensor, w1: Tensor, w2: Tensor, grad_y: Tensor, ranks: Any
 ) -> Named:
-    """What a rank computes, and whether with no more than its parts of the matrices."""
-    # forward has two matmuls, backward four
-    share = 6 * len(x) * w1.numel() / ranks.count
-    with Matmuls() as matmuls:
-        y, backward = mlp(x, w1, w2, ranks)
-        # first, since it explains a wrong y
-        found = Named({"all-reduces in forward": ranks.calls.get("all-reduces")})
-        found["y"] = y.detach().clone()
-        grad_x, grad_w1, grad_w2 = backward(grad_y)
-    found["computes with its parts of the matrices alone"] = matmuls.count <= MOST_SHARES * share
+    """What a rank computes that has only its parts of the matrices: the rest is NaN."""
+    rows = torch.arange(len(w1)).chunk(ranks.count)[ranks.number]
+    w1_part, w2_part = torch.full_like(w1, torch.nan), torch.full_like(w2, torch.nan)
+    w1_part[rows], w2_part[:, rows] = w1[rows], w2[:, rows]
+    y, backward = mlp(x, w1_part, w2_part, ranks)
+    # first, since it explains a wrong y
+    found = Named({"all-reduces in forward": ranks.calls["all-reduces"]})
+    found["y"] = y.detach().clone()
+    grad_x, grad_w1, grad_w2 = backward(grad_y)
     return Named(found, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)
-
-
-def one_pass(mlp: Callable, ranks: Any) -> Named:
-    """Forward and backward of 5 tokens of width 6, with 12 hidden units."""
-    y, backward = mlp(*tensor_parallel_case()[:3], ranks)
-    names = ("y", "grad_x", "grad_w1", "grad_w2")
-    return Named(zip(names, (y.detach(), *backward(tensor_parallel_case()[3]))))
-
-
-def tensor_parallel_case() -> list[Tensor]:
-    """Input, whole matrices, and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (5, 6), (12, 6), (6, 12), (5, 6)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @exercise(
@@ -579,7 +417,6 @@ def tensor_parallel_case() -> list[Tensor]:
     ranks=True,
     collectives=("all_reduce",),
     processes=2,
-    process_harness=one_pass,
     trials=40,
 )
 def tensor_parallel_mlp(
@@ -601,40 +438,17 @@ def tensor_parallel_mlp(
     return y, backward
 
 
-def with_the_whole(x: Tensor, w1: Tensor, w2: Tensor, ranks: Threads) -> tuple[Tensor, Callable]:
-    """A mistake: every rank computes all, and a share of the result is added up."""
-    h = x @ w1.T
-    y = ranks.all_reduce(h.relu() @ w2.T / ranks.count)
-
-    def backward(grad_y):
-        grad_h = (grad_y @ w2) * (h > 0)
-        grad_w1 = (grad_h.T @ x).chunk(ranks.count, dim=0)[ranks.number]
-        grad_w2 = (grad_y.T @ h.relu()).chunk(ranks.count, dim=1)[ranks.number]
-        return ranks.all_reduce(grad_h @ w1 / ranks.count), grad_w1, grad_w2
-
-    return y, backward
-
-
 tensor_parallel_mlp.mistakes = """
-grad_h = (grad_y @ w2) * (h > 0) => grad_h = ranks.all_reduce((grad_y @ w2) * (h > 0))
-    | the gradient of h is summed over the ranks; each has its own hidden units
-w1 = w1.chunk(ranks.count, dim=0)[ranks.number] => return with_the_whole(x, w1, w2, ranks)
-    | every rank computes with the whole matrices, and a share of the result is added up; a rank has
-    room for its own parts alone
 ranks.all_reduce(h.relu() @ w2.T) => h.relu() @ w2.T
     | y is only what this rank's hidden units give; add it up over the ranks
 ranks.all_reduce(grad_h @ w1) => grad_h @ w1
     | the gradient of x is only what this rank's hidden units give; add it up over the ranks
-ranks.all_reduce(h.relu() @ w2.T) => ranks.all_reduce(h.relu() @ w2.T) / ranks.count
-    | y is divided by the number of ranks; it is their sum, not their mean
+w1 = w1.chunk(ranks.count, dim=0)[ranks.number] => pass
+    && w2 = w2.chunk(ranks.count, dim=1)[ranks.number] => pass
+    | every rank computes with the whole matrices; a rank has room for its own parts alone, and the
+    rest is NaN here
 x @ w1.T => ranks.all_reduce(x @ w1.T) && ranks.all_reduce(h.relu() @ w2.T) => h.relu() @ w2.T
     | hidden units are added up, but each rank has other ones; add up what W2 makes of them
-(grad_y @ w2) => ((grad_y := ranks.all_reduce(grad_y)) @ w2)
-    && ranks.all_reduce(grad_h @ w1) => grad_h @ w1
-    | backward adds up grad_y, which every rank has whole; add up the gradient of x instead
-grad_h.T @ x, grad_y.T @ h.relu() => map(ranks.all_reduce, (grad_h.T @ x, grad_y.T @ h.relu()))
-    | the gradients of the weights are added up; those of other ranks are of other weights
 dim=0 => dim=1 | W1 is cut by columns; a hidden unit is a row of it
 dim=1 => dim=0 | W2 is cut by rows; a hidden unit is a column of it
-* (h > 0) => | the ReLU is missing in backward: where h was not above 0, no gradient passes
 """

@@ -15,7 +15,7 @@ from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import exercise
 from lib.lessons.inputs import choices, ints
 from lib.lessons.mesh import context
-from lib.lessons.profiling.frugal import load_dispatch
+from lib.lessons.meters import load_dispatch
 from lib.lessons.ranks import Threads, whole_numbers
 
 # Merge two parts of a row
@@ -47,10 +47,6 @@ weight * out + new_weight * new_out =>
 torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
     | the exponential of a log-sum-exp in the hundreds is infinite or 0; take the larger of the two
     out first
-torch.logaddexp(lse, new_lse) => torch.log(torch.exp(lse) + torch.exp(new_lse))
-    && weight * out + new_weight * new_out =>
-    (torch.exp(lse) * out + torch.exp(new_lse) * new_out) / (torch.exp(lse) + torch.exp(new_lse))
-    | the weights are exponentials of large log-sum-exps, which overflow; subtract the larger first
 new_out, total => new_out, total - torch.maximum(lse, new_lse)
     | the larger log-sum-exp was subtracted, and is missing in what you return; add it again
 torch.logaddexp(lse, new_lse) => torch.maximum(lse, new_lse)
@@ -106,13 +102,8 @@ ring_attention = exercise(
     trials=24,
 )(context.ring_attention)
 ring_attention.mistakes = """
-range(1, n) => range(1, n + 1)
-    | there is one step too many: this rank's own keys come back, and count twice
 range(1, n) => range(1, n - 1)
     | there is one step too few: keys move on n - 1 times to be on every rank
-attend(q, k, v, shares[me][:, None] >= shares[me]) =>
-    attend(q, k, v, shares[me][:, None] > shares[me])
-    | a query does not see itself; of its rank's own tokens it sees those up to its own: >=
 (me - step) % n => (me + step) % n
     | keys move on to the next rank, so those that arrive in step s began s ranks before this one
 shares[me][:, None] >= shares[(me - step) % n] => shares[me][:, None] >= shares[me]
@@ -120,8 +111,6 @@ shares[me][:, None] >= shares[(me - step) % n] => shares[me][:, None] >= shares[
 out, lse = merge(out, lse, *attend(q, k, v, visible)) =>
     new_out, lse = attend(q, k, v, visible); out = out + new_out
     | outputs are added up, each of which has been divided by a sum of its own; merge them
-out, lse = merge(out => out, _ = merge(out
-    | the merged log-sum-exp is dropped, so the next merge weighs with an old one
 k, v = pass_on(k, ranks), pass_on(v, ranks) => new_k, new_v = pass_on(k, ranks), pass_on(v, ranks)
     && *attend(q, k, v, visible) => *attend(q, new_k, new_v, visible)
     | each rank sends its own keys again and again; pass on what has arrived
@@ -174,12 +163,8 @@ attend(q, k[:half], v[:half]) => attend(q, k[half:], v[half:])
     | a lower rank's late chunk is taken, which comes after all of your tokens; take its early one
 attend(q[half:], k, v) => attend(q[:half], k, v)
     | your early queries are given a higher rank's keys, all of which come after them
-merge(out, lse, *attend(q, k[:half], v[:half])) => merge(out, lse, *attend(q, k, v))
-    | both chunks of a lower rank are seen; its late one comes after all of your tokens
 late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) => late = attend(q[half:], k, v)
     | what the late queries have so far is replaced by what they see now; merge them
-torch.cat([lse[:half], late[1]]) => lse
-    | the merged log-sum-exps are dropped, so the next merge weighs with old ones
 out, lse = merge(out, lse, *attend(q, k[:half], v[:half])) =>
     out, lse = merge(out, lse, *attend(q, k, v, (torch.arange(len(k)) < half).expand(len(q), -1)))
     && late = merge(out[half:], lse[half:], *attend(q[half:], k, v)) =>
@@ -237,13 +222,6 @@ x = gather(x) => own, x = x, gather(x) && grad_h.T @ x => grad_h.T @ own
     | the gradient of w1 is taken with this rank's tokens; it needs all of them, as gathered
 (grad_y @ w2) * (h > 0) => grad_y @ w2
     | the ReLU is missing in backward: where h was not above 0, no gradient passes
-x = gather(x) => w1 = gather(w1)
-    && grad_y = gather(grad_y) =>
-    && y = scatter(h.relu() @ w2.T) => whole_w2 = gather(w2.T).T; y = h.relu() @ whole_w2.T
-    && (grad_y @ w2) => (grad_y @ whole_w2)
-    && return scatter(grad_h @ w1), grad_h.T @ x, grad_y.T @ h.relu() =>
-    return grad_h @ w1, scatter(grad_h.T @ x), scatter(h.relu().T @ grad_y).T
-    | the weights travel, as in FSDP; gather tokens, and leave the weights where they are
 """
 
 

@@ -120,12 +120,6 @@ def events_of(schedule: str, micro_batches: int, ranks: Threads) -> list[Event]:
     return {"GPipe": gpipe, "GPipe, last first": gpipe_back_to_front}[schedule](micro_batches)
 
 
-def run_on_process(attempt: Callable, ranks: Any) -> Named:
-    """The gradient of this rank after a step of 1F1B, where messages are not counted."""
-    name = "gradient of the stage"
-    return Named({name: run_on_rank(attempt, "1F1B", 5, ranks)[name]})
-
-
 @exercise(
     "core",
     {
@@ -137,7 +131,6 @@ def run_on_process(attempt: Callable, ranks: Any) -> Named:
     ranks=True,
     collectives=("send",),
     processes=2,
-    process_harness=run_on_process,
     trials=30,
 )
 def run_stage(
@@ -180,18 +173,8 @@ ranks.send(x.grad, me - 1) => pass
     y.backward(ranks.receive(me + 1, like=y) if me < last else None); ranks.send(x.grad, me - 1)
     | the first stage sends a gradient back, too, but there is no stage before it; send `if me > 0`
 held.pop(i) => held[i] | outputs stay held after their backward pass; take them out, with pop
-, {} => , {}; kept = [] && held[i] = x, y => held[i] = x, y; kept.append(x)
-    | inputs stay held after their backward pass; keep x and y together, pop both, and don't copy
-    what arrives into the template, which stays
-held.pop(i) => held.popitem()[1]
-    | backward takes the micro-batch that came last, and not number i
 in events: => in sorted(events, key=lambda event: (event[0] == "backward", event[1])):
     | `events` is not followed: all go forward first, whatever it says
-ranks.receive(me + 1, like=y) if me < last else None => *[] if me == last else [torch.ones_like(y)]
-    | a stage goes backward from ones, as of `y.sum()`; it goes on from the gradient that the stage
-    after it sends
-y = loss(y, target) => y = loss(y, target) / len(micro_batches)
-    | the loss is divided by the number of micro-batches; here gradients add up
 """
 
 
@@ -255,14 +238,8 @@ min(ranks - 1 - rank, micro_batches) => max(0, min(ranks - 2 - rank, micro_batch
     | the warm-up has one forward pass too few: a stage waits for its first gradient
 min(ranks - 1 - rank, micro_batches) => min(ranks - rank, micro_batches)
     | the warm-up has one forward pass too many: each stage holds one micro-batch more than it must
-min(ranks - 1 - rank, micro_batches) => 0
-    | there is no warm-up: a stage waits for each micro-batch to come back before it starts the next
 ("backward", i - ahead)] => ("backward", i)]
     | forward i is followed by backward i, whose gradient is not back yet; the oldest goes backward
-range(micro_batches - ahead, micro_batches) => reversed(range(micro_batches - ahead, micro_batches))
-    | at the end the newest goes backward first; its gradient comes last, so the oldest goes first
-micro_batches - ahead, micro_batches) => micro_batches, micro_batches)
-    | the micro-batches of the warm-up never go backward
 """
 
 

@@ -1,10 +1,8 @@
-"""Pipelines and ring attention on real GPUs, beside their predictions, recorded for notebook 11.
+"""Pipelines and ring attention on real GPUs, beside their predictions, as notebook 11 shows them.
 
-    torchrun --nproc-per-node=2 -m lib lessons mesh-steps
-
-The pipeline runs the `run_stage` of the notebook, the ring its zigzag order, with the attention
-kernel of `lib`. Computing and messages are also timed by themselves: they are what the formulas of
-the notebook predict the whole from.
+`python -m lib benchmark scaling` measures them. The pipeline runs the `run_stage` of the notebook,
+the ring its zigzag order, with the attention kernel of `lib`. Computing and messages are also timed
+by themselves: they are what the formulas of the notebook predict the whole from.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +19,6 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from lib.core.allocator import synchronize
-from lib.core.files import ROOT
-from lib.core.records import append_record, new_record
-from lib.core.settings import require
 from lib.ddp.process_group import barrier, current_device, gather_objects, rank, world_size
 from lib.flash_attention.triton_attention import flash_forward
 from lib.lessons.mesh.context import attend, merge
@@ -34,48 +28,7 @@ from lib.lessons.ranks import Processes
 from lib.model.config import model_preset
 from lib.model.transformer import TransformerLM
 
-RECORDS = ROOT / "artifacts/mesh_gpus.jsonl"
 ROUNDS = 5
-
-
-def record_mesh_steps(
-    model: str = "xl",
-    sequences: int = 16,
-    context_length: int = 256,
-    micro_batches: Sequence[int] = (2, 4, 8),
-    tokens: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16_384),
-    heads: int = 32,
-    head_dim: int = 128,
-    path: Path = RECORDS,
-) -> Path:
-    """Time pipelines and rings on the ranks of this job; rank 0 appends records to `path`.
-
-    Args:
-        model: a preset, of which each rank has an equal share of blocks.
-        sequences, context_length: of a micro-batch.
-        micro_batches: numbers of micro-batches in a step, one record each. GPipe holds all of them:
-            of `xl` 9 GB each on two ranks.
-        tokens: lengths of a rank's share of the ring's sequence, one record each.
-        heads, head_dim: of the ring's attention.
-
-    Raises:
-        ValueError: there is one rank only, or the blocks are no multiple of the ranks.
-    """
-    require(world_size() > 1, "lessons mesh-steps must run on several ranks, started by torchrun")
-    pipeline = Pipeline(model, sequences, context_length)
-    for count in micro_batches:
-        _append(path, pipeline.measure(count), pipeline.config | {"micro_batches": count})
-    del pipeline
-    for length in tokens:
-        config = {"what": "ring", "tokens": length, "heads": heads, "head_dim": head_dim}
-        _append(path, measure_ring(length, heads, head_dim), config)
-    return path
-
-
-def _append(path: Path, figures: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    if rank() == 0:
-        settings = dict(config) | {"ranks": world_size()}
-        append_record(path, new_record(figures, config=settings, seed=0, device=current_device()))
 
 
 def times_ms(calls: Mapping[str, Callable[[], Any]], repeats: int = 1) -> dict[str, list[float]]:

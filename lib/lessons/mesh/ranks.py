@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from lib.lessons.mesh.schedules import Event
 from lib.lessons.mesh.toys import HIDDEN, Stage, loss_of, micro_batch
+from lib.lessons.meters import KeptByAutograd
 from lib.lessons.ranks import Processes, Threads, run_on_processes, run_on_threads
 from lib.lessons.simulated_network import BACKEND, Network
 from lib.profiling.collectives import Link
@@ -83,7 +82,7 @@ def _run(
         saved.note()
         return loss
 
-    with saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+    with saved:
         run_stage([*orders[me]], stage, noted_loss, data, ranks)
     named = [(me, *event, *span) for event, span in zip(orders[me], spans)]
     gradients = [param.grad for param in stage.parameters()]
@@ -161,30 +160,18 @@ def _compute(kind: str, times: dict[str, float], spans: list) -> None:
     spans.append((1e3 * start, 1e3 * group.clock.now()))
 
 
-class SavedBytes:
+class SavedBytes(KeptByAutograd):
     """Counts the bytes that autograd holds for backward, but for parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
         self.ignored = {param.untyped_storage().data_ptr() for param in parameters}
-        self.alive: weakref.WeakSet[Saved] = weakref.WeakSet()
         self.most = self.first = 0
 
     def note(self) -> None:
         """Note what is held between two events."""
-        memories = [saved.tensor.untyped_storage() for saved in self.alive]
+        memories = [tensor.untyped_storage() for tensor in self.tensors()]
         # several tensors may be in the same memory
         held = {memory.data_ptr(): memory.nbytes() for memory in memories}
         now = sum(num_bytes for place, num_bytes in held.items() if place not in self.ignored)
         self.first, self.most = self.first or now, max(self.most, now)
-
-    def pack(self, tensor: Tensor) -> Saved:
-        """Count a tensor that autograd saves; return what it keeps instead."""
-        self.alive.add(saved := Saved(tensor))
-        return saved
-
-
-class Saved:
-    """A tensor that autograd holds."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor

@@ -308,18 +308,11 @@ def attention(
 
 attention.mistakes = """
  / math.sqrt(head_dim) => | the scale is missing; divide the scores by sqrt(head_dim)
-sqrt(head_dim) => sqrt(x.shape[-1])
-    | the scale has the root of d_model; each head has scores of its own, so take head_dim
 .masked_fill(~visible, -math.inf) => | there is no mask; a query must not see later keys
 scores.masked_fill(~visible, -math.inf).softmax(-1) => scores.softmax(-1) * visible
     | the mask comes after the softmax, so weights no longer sum to 1; mask the scores before
 q, k = rope(q), rope(k) => pass
     | `rope` is not called; give it queries and keys, cut into heads
-q, k = rope(q), rope(k) => q, k, v = rope(q), rope(k), rope(v)
-    | values go through `rope`, too; only queries and keys do
-split_heads(x @ w.T, head_dim) => split_heads(rope(x @ w.T), head_dim)
-    && q, k = rope(q), rope(k) => pass
-    | `rope` is called before the cut into heads; each head is rotated by itself
 .transpose(1, 2).flatten(-2) => .reshape(*x.shape[:2], -1)
     | heads are put together without being transposed back, which mixes tokens
 split_heads(x @ w.T, head_dim) => (x @ w.T).reshape(len(x), -1, length, head_dim)

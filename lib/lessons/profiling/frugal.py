@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import random
-import weakref
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.lessons.differences import Named
+from lib.lessons.meters import Holder, KeptByAutograd, Largest, load_dispatch
 from lib.lessons.model.exercises import draw_tensor
 
 
@@ -28,56 +25,24 @@ def draw_hidden(generator: random.Random, size: int) -> tuple:
     return hidden, draw_tensor(generator, vocab_size, d_model), targets, chunk_tokens
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that an operation makes whose rows or columns are `width` long."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width, self.numbers, self.words = width, 0, ""
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        is_wide = isinstance(result, Tensor) and self.width in result.shape
-        if is_wide and result.numel() > self.numbers:
-            self.numbers, shape = result.numel(), tuple(result.shape)
-            name = op.overloadpacket.__name__
-            self.words = f"logits of shape {shape}" if name in MATMULS else f"a {shape} tensor"
-        return result
-
-
 # PyTorch's own operations behind `@`.
 MATMULS = ("mm", "addmm", "bmm", "matmul", "mv")
 # With as many chunks, what autograd keeps for one of them is less than the logits of all.
 MANY_CHUNKS = 12
 
 
-class Holder:
-    """A tensor that autograd keeps; it dies when backward has used it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class Kept:
-    """Notes how many numbers autograd keeps at once in tensors whose rows are `width` long."""
+class KeptRows(KeptByAutograd):
+    """Notes how many numbers autograd keeps at most in tensors whose rows are `width` long."""
 
     def __init__(self, width: int) -> None:
+        super().__init__()
         self.width, self.numbers = width, 0
-        self.alive: weakref.WeakSet[Holder] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> Holder:
-        holder = Holder(tensor)
-        if tensor.shape[-1:] == (self.width,):
-            self.alive.add(holder)
-            self.numbers = max(self.numbers, sum(held.tensor.numel() for held in self.alive))
+        holder = super().pack(tensor)
+        now = sum(x.numel() for x in self.tensors() if x.shape[-1:] == (self.width,))
+        self.numbers = max(self.numbers, now)
         return holder
-
-
-@functools.cache
-def load_dispatch() -> None:
-    """Have PyTorch import what a first operation under a mode needs, before calls are timed."""
-    with Largest(1):
-        torch.zeros(1)
 
 
 def frugal(
@@ -90,15 +55,15 @@ def frugal(
             large, or has autograd keep those of all chunks.
     """
     num_logits, of_chunk = len(hidden) * len(weight), chunk_tokens * len(weight)
-    kept = Kept(len(weight))
-    hooks = saved_tensors_hooks(kept.pack, lambda holder: holder.tensor)
-    with Largest(len(weight)) as largest, hooks:
+    with Largest(len(weight)) as largest, (kept := KeptRows(len(weight))):
         loss, d_hidden, d_weight = attempt(hidden, weight, targets, chunk_tokens)
     # the gradient of `weight` is as wide
     if largest.numbers > max(of_chunk, weight.numel()):
+        is_matmul = largest.operation in MATMULS
+        made = f"logits of shape {largest.shape}" if is_matmul else f"a {largest.shape} tensor"
         whose = "all tokens" if largest.numbers >= num_logits else "several chunks"
         raise ValueError(
-            f"it makes {largest.words}, as many numbers as the logits of {whose}; "
+            f"it makes {made}, as many numbers as the logits of {whose}; "
             f"chunk_tokens={chunk_tokens} allows {(chunk_tokens, len(weight))}"
         )
     if kept.numbers >= num_logits and len(hidden) >= MANY_CHUNKS * chunk_tokens:

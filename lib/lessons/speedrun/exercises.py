@@ -164,31 +164,14 @@ run_to_target.mistakes = """
 bits = race.judge(model) =>
     before = race.clock(); bits = race.judge(model); seconds += race.clock() - before
     | judging counts as training; stop the clock before it
-before = race.clock() => before = before if tokens else race.clock()
-    && seconds += race.clock() - before => seconds = race.clock() - before
-    | the clock runs on while the model is judged; take the time anew before each step
-next(steps) => next(recipe(race, seed))
-    | each round makes a new generator, which starts anew; make it once, before the loop
-tokens - judged_at >= race.judged_every or is_over => True
-    | the model is judged after every step
 tokens - judged_at >= race.judged_every => tokens % race.judged_every == 0
     | the model is judged only where tokens is a multiple of judged_every; steps may not meet it
 judged_at = tokens => pass
     | judged_every counts tokens since the model was judged last, not since the start
 bits <= race.target => bits < race.target
     | a model that is exactly at the target goes on; it has reached it
-bits <= race.target or is_over => is_over
-    | the run goes on after the target
 seconds >= race.limit => False
     | a run that never reaches its target never ends; stop at the limit
-curve.append((tokens => bits <= race.target or is_over or curve.append((tokens
-    | the last point is missing; append it before you return
-(tokens, seconds, bits) => (seconds, tokens, bits)
-    | a point is (tokens, seconds, bits), in this order
-tokens += count => tokens = count
-    | tokens are those of the last step; add them up
-seconds += race.clock() - before => seconds = race.clock() - before
-    | seconds are those of the last step; add them up
 race.judged_every or is_over => race.judged_every
     | at the limit the run goes on to the next judgment; judge at once, and return
 """
@@ -223,8 +206,6 @@ dict(FAULTS) => swapped(5, 7)
     | 5 and 7 are mixed up: one learns as usual and then stops, the other is behind all the time
 dict(FAULTS) => swapped(10, 12)
     | 10 and 12 are mixed up: in one the loss jumps in its first steps, the other starts as usual
-dict(FAULTS) => swapped(4, 7)
-    | 4 and 7 are mixed up: in one of them only the end of a sequence is predicted badly
 """
 
 

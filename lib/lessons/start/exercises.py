@@ -38,7 +38,6 @@ previous_token_head.mistakes = """
 queries, queries - 1] => queries - 1, queries]
     | queries and keys are swapped: `weights[layer, head, q, k]` is what token q gives to k
 queries, queries - 1] => queries, queries] | each token's weight on itself is averaged
-.mean( => .max( | the largest weight on a previous token decides; take the mean over the tokens
 int(layer), int(head) => int(head), int(layer)
     | layer and head are returned in the wrong order
 return int(layer), int(head) => return int(means.argmax())

@@ -185,8 +185,6 @@ weight.grad = None => pass
 loss.backward() => torch.autograd.backward(loss * accumulate)
     | gradients of the small batches are added up but not divided by their number
 (weights.values(), max_norm) => (weights.values(), math.inf) | nothing is clipped
-{name: {} for name in weights} => dict.fromkeys(weights, {})
-    | all weights share one state; give each its own
 states[name], rate => {}, rate
     | every update begins with an empty state; make the states once, before the loop
 loss.backward() => torch.autograd.backward(loss);

@@ -12,7 +12,7 @@ from torch import Tensor
 from lib.core.charts import lines
 from lib.core.figures import BLUE, GRAY, GRID, INK, ORANGE, VERMILLION
 from lib.lessons.training.band import SMOOTHED
-from lib.lessons.training.broken import EVAL_INTERVAL, HEALTHY
+from lib.lessons.training.faults import EVAL_INTERVAL, HEALTHY
 
 
 def show_paths(paths: Mapping[str, Tensor], curvature: Tensor, *, first: int = 50) -> None:

@@ -12,17 +12,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+
+from lib.lessons.meters import KeptByAutograd
 
 # Points of a batch of `ToyLoss`, whose activations fill the memory of its story.
 BATCH_POINTS = 3
-
-
-class Kept:
-    """A tensor that autograd keeps; backward lets go of it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 class ToyLoss:
@@ -32,7 +26,7 @@ class ToyLoss:
     """
 
     def __init__(self) -> None:
-        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.kept = KeptByAutograd()
 
     def __call__(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch.
@@ -46,18 +40,13 @@ class ToyLoss:
                 f"the activations of {len(x)} points do not fit, only those of the {BATCH_POINTS} "
                 "of one batch; compute the loss of each batch by itself"
             )
-        if self.kept:
+        if self.kept.tensors():
             raise MemoryError(
                 "autograd still keeps the activations of another batch; call backward for each "
                 "batch before the next one's loss"
             )
-        with saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
+        with self.kept:
             return (x @ weights["slope"] + weights["offset"] - y).square().mean()
-
-    def _pack(self, tensor: Tensor) -> Kept:
-        kept = Kept(tensor)
-        self.kept.add(kept)
-        return kept
 
 
 class Batches(list):

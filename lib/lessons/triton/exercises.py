@@ -17,9 +17,8 @@ from torch import Tensor
 from lib.lessons import exercise as engine
 from lib.lessons.exercise import check_of, exercise, name_of
 from lib.lessons.triton import solutions_triton as solutions
-from lib.lessons.triton.figures import show_run
-from lib.lessons.triton.kernels import Puzzle, check_kernel, check_run
-from lib.lessons.triton.recorder_triton import Run, watch, watched
+from lib.lessons.triton.kernels import check_run
+from lib.lessons.triton.recorder_triton import Run, watched
 from lib.lessons.triton.solutions_triton import (  # noqa: F401 (found by their names)
     add_bias,
     ceil,
@@ -44,27 +43,10 @@ def check(attempt: Any, name: str = "") -> None:
 
 def take(attempt: Any, name: str = "") -> Any:
     """Check a kernel, or a function; return it if it is right, or else the solution."""
-    asked = globals().get(name or name_of(attempt))
-    if asked is linear_relu:
-        right = engine.check(asked, launches(attempt))
-        return attempt if right is not asked.solve else solutions.linear_relu
-    if isinstance(task := getattr(asked, "harness", None), Puzzle):
-        right = check_kernel(asked, attempt)
-        show_example(task, attempt)
-        return right
+    if globals().get(name or name_of(attempt)) is linear_relu:
+        right = engine.check(linear_relu, launches(attempt))
+        return attempt if right is not linear_relu.solve else solutions.linear_relu
     return _take(attempt, name)
-
-
-def show_example(task: Puzzle, kernel: Any) -> None:
-    """Show what the programs of a kernel touch, given the example of its puzzle."""
-    launch = task.plan(*task.example)
-    try:
-        run = watch(kernel, launch.grid, *launch.arguments, **launch.options)
-    except Exception:
-        # not attempted, or an error that the verdict names
-        return
-    shape, name = " × ".join(map(str, task.example[0].shape)), name_of(kernel)
-    show_run(run, title=f"An example: what each program of {name} touches in an input of {shape}")
 
 
 # The order of programs

@@ -30,7 +30,7 @@ class Launch:
 
     grid: tuple[int, ...]
     arguments: tuple
-    options: dict[str, int]
+    options: dict[str, Any]
 
     most_numbers: int | None = None
     """In a tile, if the exercise limits that."""
@@ -84,10 +84,38 @@ class KernelTask:
         """A launch with arguments of the types that the kernel is compiled for."""
         return self.plan(*given)
 
+    def check(self, exercise: Exercise, kernel: Any) -> Any:
+        """Print the verdict on `kernel`; return it if it is right, else the solution.
+
+        What the interpreter runs need not compile: to be right, a kernel must also compile for an
+        A100, and be right on a GPU if one is there.
+        """
+        import triton
+
+        solution, name = triton.jit(exercise.solve), name_of(kernel)
+        if not hasattr(kernel, "fn"):
+            words = f"not yet: `{name}` can't be launched; put `@triton.jit` above it"
+            report(words, name, exercise.tier)
+            return solution
+        # the function itself, so that an error names its line
+        text = verdict(exercise, plain(kernel))
+        if result_of(text) == "passed":
+            inputs = exercise.draw(random.Random(0), 1)
+            text = with_compilation(text, kernel, self.to_compile(*inputs))
+            if torch.cuda.is_available() and result_of(text) == "passed":
+                found, expected = self.compiled(kernel, *inputs), self(exercise.solve, *inputs)
+                if words := first_difference(found, expected):
+                    text = f"not yet: right in the interpreter, but not on this GPU\n  {words}"
+        if result_of(text) == "failed":
+            cures = [cure for sign, cure in CURES.items() if sign in text]
+            text = "\n  ".join([text, *cures, *([ROUNDS] if rounds_float32(kernel) else [])])
+        report(text, name, exercise.tier)
+        return kernel if result_of(text) == "passed" else solution
+
 
 @dataclass(frozen=True)
 class Puzzle(KernelTask):
-    """A kernel whose launch is a function of the inputs."""
+    """A kernel whose launch is a function of the inputs; a check shows what its programs touch."""
 
     launch: Callable[..., Launch]
 
@@ -96,6 +124,21 @@ class Puzzle(KernelTask):
 
     def plan(self, *given: Any) -> Launch:
         return self.launch(*given)
+
+    def check(self, exercise: Exercise, kernel: Any) -> Any:
+        """Check it as any kernel, and show what its programs touch, given the example."""
+        from lib.lessons.triton.figures import show_run
+
+        right, launch = super().check(exercise, kernel), self.plan(*self.example)
+        try:
+            run = watch(kernel, launch.grid, *launch.arguments, **launch.options)
+        except Exception:
+            # not attempted, or an error that the verdict names
+            return right
+        shape, name = " × ".join(map(str, self.example[0].shape)), name_of(kernel)
+        title = f"An example: what each program of {name} touches in an input of {shape}"
+        show_run(run, title=title)
+        return right
 
 
 def check_run(run: Run, most_numbers: int | None = None) -> None:
@@ -118,36 +161,6 @@ def check_run(run: Run, most_numbers: int | None = None) -> None:
         raise ValueError(
             f"a tile must have at most {most_numbers:,} numbers, got {run.largest_tile:,}"
         )
-
-
-def check_kernel(exercise: Exercise, kernel: Any) -> Any:
-    """Print the verdict on `kernel`; return it if it is right, else the solution.
-
-    What the interpreter runs need not compile: to be right, a kernel must also compile for an A100,
-    and be right on a GPU if one is there.
-    """
-    import triton
-
-    task: Any = exercise.harness
-    solution, name = triton.jit(exercise.solve), name_of(kernel)
-    if not hasattr(kernel, "fn"):
-        words = f"not yet: `{name}` can't be launched; put `@triton.jit` above it"
-        report(words, name, exercise.tier)
-        return solution
-    # the function itself, so that an error names its line
-    text = verdict(exercise, plain(kernel))
-    if result_of(text) == "passed":
-        inputs = exercise.draw(random.Random(0), 1)
-        text = with_compilation(text, kernel, task.to_compile(*inputs))
-        if torch.cuda.is_available() and result_of(text) == "passed":
-            found, expected = task.compiled(kernel, *inputs), task(exercise.solve, *inputs)
-            if words := first_difference(found, expected):
-                text = f"not yet: right in the interpreter, but not on this GPU\n  {words}"
-    if result_of(text) == "failed":
-        cures = [cure for sign, cure in CURES.items() if sign in text]
-        text = "\n  ".join([text, *cures, *([ROUNDS] if rounds_float32(kernel) else [])])
-    report(text, name, exercise.tier)
-    return kernel if result_of(text) == "passed" else solution
 
 
 TILES_ARE_TRITONS = "tiles are Triton's: `tl.exp`, `tl.log`, `tl.where`, not PyTorch's or Python's"

@@ -1,4 +1,4 @@
-"""Puzzles of notebook 05: kernels that readers write, with their mistakes; and two kernels more.
+"""Puzzles of notebook 05: kernels that readers write, with their mistakes; and a fused layer.
 
 Matrices are row-major and contiguous.
 """
@@ -332,40 +332,7 @@ mask=a_mask, other=0.0 => mask=a_mask
 """
 
 
-# What further kernels are in the notebook
-
-
-@triton.jit
-def grouped_matmul(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    M,
-    N,
-    K,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    # the tile of this program: down the columns of a group of rows, then to the next group
-    program, tiles = tl.program_id(0), tl.cdiv(N, COLUMNS)
-    first = program // (GROUP * tiles) * GROUP
-    height = tl.minimum(GROUP, tl.cdiv(M, ROWS) - first)
-    inside = program % (GROUP * tiles)
-    rows = (first + inside % height) * ROWS + tl.arange(0, ROWS)
-    columns = inside // height * COLUMNS + tl.arange(0, COLUMNS)
-
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, K, DEPTH):
-        k = start + tl.arange(0, DEPTH)
-        a_mask = (rows < M)[:, None] & (k < K)[None, :]
-        b_mask = (k < K)[:, None] & (columns < N)[None, :]
-        a = tl.load(a_ptr + rows[:, None] * K + k[None, :], mask=a_mask, other=0.0)
-        b = tl.load(b_ptr + k[:, None] * N + columns[None, :], mask=b_mask, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    inside_c = (rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(c_ptr + rows[:, None] * N + columns[None, :], total, mask=inside_c)
+# 8. A fused layer
 
 
 @triton.jit

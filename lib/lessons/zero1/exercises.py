@@ -252,8 +252,6 @@ ranks.reduce_scatter(flat(grads)) / ranks.count => ranks.reduce_scatter(flat(gra
 ranks.reduce_scatter(flat(grads)) => ranks.all_reduce(flat(grads)).chunk(ranks.count)[ranks.number]
     | gradients are all-reduced, and every rank gets all of them; a reduce-scatter brings the slice
     alone
-state.update(m=m, v=v, step=step) => pass | the moments are never kept, so each step is a first one
-m / (1 - beta1**step), v / (1 - beta2**step) => m, v | bias correction is missing
 param.copy_(whole[offset : offset + param.numel()].view_as(param)) => pass
     | the parameters stay what they were; write into them, with copy_
 ranks.reduce_scatter(flat(grads)) => ranks.all_gather(ranks.reduce_scatter(flat(grads)))
@@ -261,16 +259,8 @@ ranks.reduce_scatter(flat(grads)) => ranks.all_gather(ranks.reduce_scatter(flat(
     && ranks.all_gather(mine), 0 => mine, 0
     | every rank keeps the moments of all weights; keep those of its slice alone
 step=step) => step=0) | the step isn't counted up in `state`; bias correction needs it
-(v_hat.sqrt() + eps) => (v_hat + eps).sqrt() | ε is under the root; add it to the root
-torch.zeros(-len(joined) % ranks.count)]) => ])[: len(joined) // ranks.count * ranks.count]
-    | the last elements are cut off; pad to a multiple of the ranks
 ranks.reduce_scatter(flat(grads)) / ranks.count => flat(grads).chunk(ranks.count)[ranks.number]
     | each rank updates its slice with its own gradient; the mean over the ranks is needed
-state.get("step", 0) + 1 => state.get("step", 0)
-    | the first step counts as 0, so that bias correction divides by 0; count from 1
-(v_hat.sqrt() + eps) => (v_hat + eps) | the root of v is missing
-gradient**2 => gradient | v averages the gradient; it averages its square
-0.9, 0.95, 1e-8 => 0.9, 0.999, 1e-8 | β₂ is 0.999, as usual for Adam; here it is 0.95
 """
 
 
@@ -300,19 +290,7 @@ sent_bytes.mistakes = """
     | zero1_parameters lacks the broadcast after the update, or counts half of the all-reduce
 "zero1_flat": 2 => "zero1_flat": 3
     | zero1_flat counts an all-reduce and an all-gather; a reduce-scatter is enough for gradients
-"zero1_flat": 2 => "zero1_flat": 1
-    | zero1_flat counts one of its two collectives; gradients are sent, and then weights
 "zero3": 3 => "zero3": 2 | zero3 gathers weights once; backward needs them again
-"zero3": 3 => "zero3": 4
-    | zero3 counts an all-reduce of gradients; a reduce-scatter leaves each rank its slice
-"zero1_parameters": 3 => "zero1_parameters": 4
-    | the broadcasts count as much as an all-reduce; they go around the ring once
-passes[method] * (n - 1) / n => (passes[method] * (n - 1) + (n > 1 and "par" in method)) / n
-    | a rank passes on every part in the broadcasts; the last rank to get one passes it to nobody
-passes[method] * (n - 1) / n =>
-    (passes[method] * (n - 1) - (n > 1 and "par" in method) * (n - 2)) / n
-    | a rank sends its own part of the broadcasts alone; it also passes on those of others
-(n - 1) / n => 1 / n | the factor is 1 / n; a rank sends every part but one
 """
 
 
@@ -374,32 +352,12 @@ first - file * saved, last - file * saved) => 0, saved)[first - file * saved : l
     | every file is read whole; read what is in this rank's slice
 min((rank + 1) * length, num_elements) => min((rank + 1) * length, saved_by * saved)
     | the padding at the end of the files is taken for elements; stop at `num_elements`
-return mine => return mine[: max(0, stop - start)]
-    | the slice has no padding; all slices have equal length
 in range(saved_by) => in range(rank, min(rank + 1, saved_by))
     | only the file of the same number is read
--(-num_elements // n) => -(-num_elements // saved_by)
-    | a slice is as long as before, for `saved_by` ranks
--(-num_elements // n) => num_elements // n | the length of a slice is rounded down; round up
--(-num_elements // saved_by), -(-num_elements // n) => num_elements // saved_by, num_elements // n
-    | the lengths of slices and of files are rounded down; round up
 first - file * saved, last - file * saved) => first, last)
     | `read` gets positions in the buffer; it counts from the start of its file
 mine[first - start : last - start] => mine[first:last]
     | what was read is put where it is in the buffer; in the slice, count from its own start
-mine[first - start : last - start] => mine[: last - first]
-    | each part is put at the start of the slice; it belongs behind those before it
 min(stop, (file + 1) * saved) => stop
     | a file is read past its end; stop where the next one begins
-max(start, file * saved) => file * saved
-    | a file is read from its first element on; begin where this rank's slice does
-if first < last: => if True: | a file that has nothing of this slice is read, too; leave it out
-mine = torch.zeros(length) => buffer = torch.cat([read(f, 0, saved) for f in range(saved_by)]);
-    padded = torch.cat([buffer[:num_elements], torch.zeros(n * length)]);
-    return padded[rank * length : (rank + 1) * length]
-    | all files are read, whole, and then cut; read what is in this rank's slice
-in range(saved_by) => in range(min(n, saved_by))
-    | only as many files are read as there are ranks now; `saved_by` ranks wrote them
-if first < last: => if first < last and not mine.any():
-    | only the first file that has something of this slice is read; go on to the next
 """

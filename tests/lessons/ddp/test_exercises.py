@@ -12,7 +12,6 @@ import torch
 
 from lib.ddp.flat import fill_buckets
 from lib.lessons.ddp import exercises
-from lib.lessons.ddp.attempts import BUCKETS, Branches, train, train_with_hooks, train_wrapped
 from lib.lessons.ddp.exercises import (
     add_hooks,
     all_reduce_ms,
@@ -23,7 +22,7 @@ from lib.lessons.ddp.exercises import (
     plan,
     ring,
 )
-from lib.lessons.exercise import verdict
+from lib.lessons.exercise import draw_inputs, verdict
 from lib.lessons.ranks import run_on_threads
 from lib.profiling.collectives import predicted_ms
 
@@ -69,14 +68,16 @@ def test_the_mean_of_unequal_batches_is_the_gradient_of_all():
         torch.testing.assert_close(found, whole)
 
 
-@pytest.mark.parametrize(
-    ("job", "solve"),
-    [(train_with_hooks, add_hooks.solve), (train_wrapped, data_parallel.solve)],
-)
-def test_what_ranks_train_is_what_one_process_trains_on_their_sequences(job, solve):
-    alone = train(Branches(is_reversed=False), lambda: None, 0, 1)
-    for weights in run_on_threads(lambda ranks: job(solve, ranks), len(BUCKETS) - 1):
-        torch.testing.assert_close(weights, alone)
+def test_gradients_are_the_mean_of_what_arrives_on_the_ranks():
+    for buckets, steps, count in draw_inputs(data_parallel, 0)[:10]:
+        job = functools.partial(exercises.take_steps, data_parallel.solve, buckets, steps)
+        for found, index in itertools.product(
+            run_on_threads(job, count), range(sum(map(len, buckets)))
+        ):
+            for step, arrivals in enumerate(steps):
+                own = [(2 + index + 3 * me + step) * (index in arrivals[me]) for me in range(count)]
+                gradient = found[f"gradient {index} of step {step}"]
+                assert gradient.unique().tolist() == [sum(own) / count]
 
 
 def test_a_wrapper_that_returns_nothing_is_told_what_to_return():

@@ -1,27 +1,17 @@
 """Displays of notebooks 06 and 07: online softmax in steps, code of kernels, records."""
 
-import ast
 import json
-from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from lib.flash_attention import reference
-from lib.lessons import show
 from lib.lessons.flash_attention.explorers import (
-    draw_softmax_step,
     needed_row,
     recorded_on_gpu,
-    show_cuda,
     show_kernel,
     softmax_steps,
 )
-from lib.model.attention import scaled_dot_product_attention
 
-ROOT = Path(__file__).resolve().parents[3]
 SCORES = np.array([0.5, -1.0, 2.0, 1.5, 30.0, 2.5, -40.0])
 VALUES = np.random.default_rng(0).normal(size=(7, 3))
 
@@ -37,49 +27,11 @@ def test_after_each_tile_the_output_is_softmax_of_the_keys_seen(tile):
         assert step.out / step.total == pytest.approx(weights @ VALUES[: step.seen] / weights.sum())
 
 
-def test_exponentials_are_drawn_for_the_keys_seen_and_shrink_with_a_new_maximum():
-    steps = softmax_steps(SCORES, VALUES, 3)
-    exponentials, words = [], []
-    for number in range(len(steps)):
-        figure = Figure()
-        draw_softmax_step(figure, SCORES, steps, number)
-        exponentials.append([bar.get_height() for bar in figure.axes[1].patches])
-        words.append(figure.get_suptitle())
-    assert not any(exponentials[0])
-    assert exponentials[1] == pytest.approx([np.exp(-1.5), np.exp(-3), 1, 0, 0, 0, 0])
-    assert exponentials[2][2] == pytest.approx(np.exp(2 - 30))
-    starts = ["Nothing seen", "First tile: m = 2.00", "m: 2.00 → 30.00", "m stays 30.00"]
-    assert all(text.startswith(start) for text, start in zip(words, starts, strict=True))
-
-
-SHOWING = [
-    cell.source
-    for name in ("06_flash_attention", "07_hopper")
-    for cell in nbformat.read(ROOT / f"notebooks/{name}.ipynb", as_version=4).cells
-    if cell.cell_type == "code" and ("show_kernel(" in cell.source or "show_source(" in cell.source)
-    if not cell.source.startswith("import")
-]
-
-
-@pytest.mark.parametrize("source", SHOWING)
-def test_every_piece_of_code_in_the_notebook_is_there_and_parses(source):
-    shown = []
-    names = {
-        "display": shown.append,
-        "show_kernel": show_kernel,
-        "show_cuda": lambda *given: show_cuda(*given) and None,
-        "show": show,
-        "reference": reference,
-        "scaled_dot_product_attention": scaled_dot_product_attention,
-    }
-    body = ast.parse(source).body
-    exec(compile(ast.Module(body[:-1], []), "cell", "exec"), names)
-    shown.append(eval(compile(ast.Expression(body[-1].value), "cell", "eval"), names))
-    # C++, which nobody parses here, is None
-    for markdown in filter(None, shown):
-        code = markdown.data.split("```python\n")[1].removesuffix("\n```")
-        # an excerpt may begin inside of a loop or function
-        ast.parse("def f():\n" + "".join(f"    {line}\n" for line in code.split("\n")))
+def test_a_kernel_is_shown_from_its_file_and_one_that_is_not_there_is_named():
+    found = show_kernel("lessons/flash_attention/ladder_triton", "mask_on_diagonal", "for phase")
+    assert "```python\nfor phase in tl.static_range(2)" in found.data
+    with pytest.raises(ValueError, match="has no function 'nothing'"):
+        show_kernel("lessons/flash_attention/ladder_triton", "nothing")
 
 
 def test_a_row_that_the_lesson_needs_is_found_or_named():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from lib.lessons.speedrun import museum
-from lib.lessons.speedrun.museum import FAULTS, read_museum, symptoms, train_with
-from lib.lessons.training.broken import HEALTHY, STEPS
+from lib.lessons.speedrun.museum import FAULTS, read_museum, symptoms
+from lib.lessons.training import faults
+from lib.lessons.training.faults import HEALTHY, STEPS
 
 RUNS = read_museum()
 BY_NAME = {FAULTS.get(number, HEALTHY): run for number, run in RUNS.items()}
@@ -52,9 +52,9 @@ def test_each_fault_shows_in_the_symptom_that_tells_it():
 
 @pytest.mark.parametrize("fault", [HEALTHY, "gradients not exchanged"])
 def test_ranks_stay_equal_where_their_gradients_are_averaged(fault, monkeypatch):
-    monkeypatch.setattr(museum, "STEPS", 10)
-    monkeypatch.setattr(museum, "WARMUP_STEPS", 2)
+    monkeypatch.setattr(faults, "STEPS", 10)
+    monkeypatch.setattr(faults, "WARMUP_STEPS", 2)
     tokens = np.arange(2000) % 50
-    history = train_with(fault, tokens, tokens, 64)
+    history = faults.train_with(fault, tokens, tokens, 64, ranks=2)
     assert (history["weight_gap"][-1] == 0) == (fault == HEALTHY)
     assert len(history["loss"]) == len(history["loss_of_rank_1"]) == 10

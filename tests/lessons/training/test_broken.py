@@ -3,15 +3,9 @@
 import numpy as np
 import pytest
 
-from lib.lessons.training import broken
-from lib.lessons.training.broken import (
-    FAULTS,
-    HEALTHY,
-    NO_WARM_UP,
-    read_broken_runs,
-    read_run,
-    train_with,
-)
+from lib.lessons.training import faults
+from lib.lessons.training.broken import FAULTS, read_broken_runs, read_run
+from lib.lessons.training.faults import HEALTHY, NO_WARM_UP, train_with
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +13,10 @@ def history():
     """A short run with each fault, on numbers that follow one another."""
     tokens = np.tile(np.arange(40), 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broken, "STEPS", 12)
-        patch.setattr(broken, "WARMUP_STEPS", 4)
-        patch.setattr(broken, "BATCH_SIZE", 2)
-        patch.setattr(broken, "SHAPE", broken.SHAPE | {"context_length": 16, "d_model": 32})
+        patch.setattr(faults, "STEPS", 12)
+        patch.setattr(faults, "WARMUP_STEPS", 4)
+        patch.setattr(faults, "BATCH_SIZE", 2)
+        patch.setattr(faults, "SHAPE", faults.SHAPE | {"context_length": 16, "d_model": 32})
         return {
             fault: train_with(fault, tokens, tokens, 40)
             for fault in (HEALTHY, NO_WARM_UP, *FAULTS.values())
@@ -51,4 +45,4 @@ def test_the_committed_records_hold_every_run():
     assert runs.keys() == {HEALTHY, *FAULTS}
     assert all(run["run"] == FAULTS.get(name, HEALTHY) for name, run in runs.items())
     runs[NO_WARM_UP] = read_run(NO_WARM_UP)
-    assert all(len(run["loss"]) == broken.STEPS for run in runs.values())
+    assert all(len(run["loss"]) == faults.STEPS for run in runs.values())

@@ -112,6 +112,7 @@ def test_an_interrupted_run_has_the_weights_of_a_whole_one(seed):
         assert torch.equal(
             exercises.resume.solve(make_run, before, after), resume(make_run, before, after)
         )
+    assert verdict(exercises.resume, resume_by_pickle, seed=seed).startswith("right")
 
 
 def test_a_token_that_is_computed_again_is_refused():

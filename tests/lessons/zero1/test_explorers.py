@@ -6,14 +6,13 @@ from lib.lessons.zero1.explorers import (
     PRECISIONS,
     STAGES,
     memory_kinds,
-    own_config,
     stage_memory,
     verdict,
 )
 from lib.lessons.zero1.figures import KINDS
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters, parameters_by_part
-from lib.profiling.memory_formula import RankMemory, rank_memory
+from lib.profiling.memory_formula import RankMemory
 
 SMALL = model_preset("small")
 
@@ -63,10 +62,3 @@ def test_stages_divide_one_thing_after_another():
 )
 def test_the_smallest_card_that_holds_peak_and_reserve_is_named(num_bytes, words):
     assert words in verdict(RankMemory(num_bytes, 0, 0, 0))
-
-
-@pytest.mark.parametrize("d_model", [256, 8192])
-def test_own_sizes_make_a_model_that_can_be_counted(d_model):
-    config = own_config(d_model, 96)
-    assert config.head_dim == 64
-    assert rank_memory(config, ranks=1).peak > 0
