@@ -154,6 +154,12 @@ MEASURE: dict[str, Command] = {
         "Measure memory and time of sharded optimizers, in training on several ranks.",
         "lib.tools.benchmarks.sharding:benchmark_sharding",
     ),
+    "benchmark scaling": Command(
+        "Measure all that the GPUs of a host share, beside predictions; --predict records these.",
+        "lib.tools.scaling:benchmark_scaling",
+        prints="{config.output}/scaling.md",
+        interrupted=CONTINUES,
+    ),
     "profile": Command(
         "Profile training steps: time by kernel, idle gaps, memory by category.",
         "lib.profiling.profiler:profile",

@@ -282,14 +282,23 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def is_prediction(record: Record) -> bool:
+    """Whether a record holds no measured figures."""
+    return record.get("figures", {}).get("status") == "predicted"
+
+
 def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Record]:
     """The records in the file at `path` of the device and versions of `records`, these last.
 
-    So where a case was asked for again, the record asked for counts as the newest.
+    So where a case was asked for again, the record asked for counts as the newest. Predictions are
+    made on any machine.
     """
     keys = ("device", "versions")
-    of_file = read_records(path)
-    same = [r for r in of_file if all(r.get(key) == records[0][key] for key in keys)]
+    same = [
+        record
+        for record in read_records(path)
+        if is_prediction(record) or all(record.get(key) == records[0][key] for key in keys)
+    ]
     return [*same, *records]
 
 

@@ -10,12 +10,13 @@ from lib.tools.benchmarks.sections import Chart
 
 ARTIFACTS = ROOT / "artifacts"
 BENCHMARKS = ["attention", "communication", "lm_matrix", "sharding", "step", "tokenizer"]
-BENCHMARKS += ["training"]
+BENCHMARKS += ["training", "scaling"]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_committed_report_is_what_its_records_give(name, tmp_path, monkeypatch):
-    report = importlib.import_module(f"lib.tools.benchmarks.{name}").REPORT
+    room = "tools" if name == "scaling" else "tools.benchmarks"
+    report = importlib.import_module(f"lib.{room}.{name}").REPORT
     # figures differ between versions of matplotlib
     drawn: list[str] = []
     monkeypatch.setattr(Chart, "save", lambda self, frame, path: drawn.append(path.name))
