@@ -195,6 +195,10 @@ MAINTAIN: dict[str, Command] = {
         "Train the broken runs that notebook 03 shows, and record them.",
         "lib.lessons.training.broken:record_broken_runs",
     ),
+    "lessons band": Command(
+        "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
+        "lib.lessons.training.band:record_band",
+    ),
     "lessons ablation": Command(
         "Train the variants of notebook 02's model, three seeds each, for its record.",
         "lib.lessons.model.ablation:run_ablations",
@@ -207,6 +211,14 @@ MAINTAIN: dict[str, Command] = {
     "lessons museum": Command(
         "Train the broken runs of notebook 12's museum, and record their symptoms.",
         "lib.lessons.speedrun.museum:record_museum",
+    ),
+    "lessons ladder": Command(
+        "Measure the versions of attention of notebooks 06 and 07, on a Hopper GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_ladder",
+    ),
+    "lessons tiles": Command(
+        "Measure notebook 06's attention kernel in tiles of many sizes, on a GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_tiles",
     ),
     "race board": Command(
         "Make the committed leaderboard anew from its records.",

@@ -1,21 +1,27 @@
 """The ladder of notebooks 06 and 07: causal attention from PyTorch to `lib`'s fastest kernel.
 
 Each version changes one thing. Versions 2 to 6 are the kernel that readers write; they run in
-Triton's interpreter and on any GPU. Versions 7 to 10 are schedules of `lib.flash_attention.hopper`.
+Triton's interpreter and on any GPU. Versions 7 to 10 run on Hopper GPUs.
+`lib.lessons.flash_attention.ladder_record` measures them.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 
 from lib.lessons.flash_attention.solutions_triton import causal_forward as causal_exercise
+from lib.model.attention import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from IPython.display import Markdown
@@ -183,3 +189,40 @@ def show_diff(number: int) -> Markdown:
 
     name = LADDER[number - 1].name
     return Markdown("\n".join([f"**{name}**", "", "```diff", *diff(number), "```"]))
+
+
+def runs_on(rung: Rung, device: torch.device) -> bool:
+    """Whether a version runs on `device`, interpreted if it is a CPU."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper or not rung.is_hopper
+
+
+def run_rung(rung: Rung, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by this version: (batch, heads, tokens, head_dim), contiguous, 16-bit on a
+    Hopper GPU."""
+    if rung.is_hopper:
+        from lib.flash_attention.hopper import launch as hopper
+
+        schedule = hopper.Schedule(keys=128, stages=3, **(rung.launch or {}))
+        return hopper.flash_forward(q, k, v, True, q.shape[3] ** -0.5, schedule=schedule)[0]
+    if rung.kernel is None:
+        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        return scaled_dot_product_attention(q, k, v, mask=hidden)
+    return launch_kernel(rung.kernel, q, k, v, **(rung.launch or {}))[0]
+
+
+def launch_kernel(
+    kernel: Callable, q: Tensor, k: Tensor, v: Tensor, *, BQ: int, BK: int, **settings: int
+) -> tuple[Tensor, Any]:
+    """The output of a forward kernel, and what its launch returns: the compiled kernel."""
+    heads = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    (count, n, head_dim), like = heads[0].shape, heads[0]
+    out, lse = torch.empty_like(like), like.new_empty((count, n), dtype=torch.float32)
+    sizes = {"D": head_dim, "BQ": BQ, "BK": BK}
+    grid, scale = (triton.cdiv(n, BQ), count), head_dim**-0.5
+    made = _jitted(kernel)[grid](*heads, out, lse, n, scale, **sizes, **settings)
+    return out.view_as(q), made
+
+
+# Making one takes milliseconds, longer than the kernels themselves.
+_jitted = functools.cache(triton.jit)

@@ -7,7 +7,6 @@ artifacts/ablation.jsonl. An interrupted run continues.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,16 +16,10 @@ import torch
 
 from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records, remaining
-from lib.data.batches import get_batch
-from lib.data.prepare import TokenizeConfig, tokenize_corpus
-from lib.data.token_array import load_token_array
-from lib.lessons.show import progress_bar
+from lib.lessons.training import short_run
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm, cosine_lr
-from lib.tokenizer.bpe import Tokenizer
-from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
 
 RECORDS = ROOT / "artifacts/ablation.jsonl"
 AS_BUILT = "as built"
@@ -67,57 +60,22 @@ class Run:
     eval_tokens: int = 20_000
 
 
-def prepare_stories() -> tuple[np.ndarray, Callable[[TransformerLM], Evaluation]]:
-    """Make notebook 01's tokens; return those to train on, and what evaluates a model on others."""
-    data = TokenizeConfig()
-    tokenize_corpus(data, progress_bar=progress_bar)
-    tokenizer = Tokenizer.load(data.output_dir)
-    tokens, held_out = (
-        load_token_array(data.output_dir / f"{part}.npy", tokenizer=tokenizer)
-        for part in ("train", "validation")
-    )
-
-    def judge(model: TransformerLM) -> Evaluation:
-        lengths, most = bytes_of_token(tokenizer), Run.eval_tokens
-        return evaluate(model, held_out, lengths, batch_size=32, device="cpu", max_tokens=most)
-
-    return tokens, judge
-
-
 def train(
     shape: ModelConfig, tokens: np.ndarray, training: ShortTraining, seed: int
 ) -> tuple[TransformerLM, list[float]]:
     """Train a model of `shape` on random sequences of `tokens`; return it and each step's loss.
 
-    The rate climbs, and follows half a cosine down to a tenth of its peak. `seed` selects the
-    initial weights and the sequences.
+    `seed` selects the initial weights and the sequences.
     """
     model = TransformerLM(shape, device="cpu", generator=torch.Generator().manual_seed(seed))
     optimizer = AdamW(model.parameters())
-    generator, losses = np.random.default_rng(seed), []
-    size = (training.batch_size, shape.context_length)
-    for step in range(1, training.steps + 1):
-        rate = cosine_lr(
-            step,
-            max_lr=training.learning_rate,
-            min_lr=training.learning_rate / 10,
-            warmup_steps=training.warmup_steps,
-            cosine_steps=training.steps,
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = model.loss(*get_batch(tokens, *size, "cpu", generator=generator))
-        loss.backward()
-        clip_grad_norm(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = short_run.train(model, optimizer, tokens, seed=seed, **dataclasses.asdict(training))
     return model, losses
 
 
 def run_ablations() -> Path:
     """Train every variant with every seed that has no record yet; return the records' path."""
-    tokens, judge = prepare_stories()
+    tokens, judge = short_run.prepare_stories(Run.eval_tokens)
     runs = [Run(variant, seed) for variant in VARIANTS for seed in SEEDS]
     for run in remaining(runs, read_records(RECORDS)):
         shape = dataclasses.replace(SHAPE, **VARIANTS[run.variant])

@@ -1,25 +1,30 @@
 """The ladder of notebooks 06 and 07, and its records."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from lib.core.records import new_record, records
+from lib.core.records import new_record, read_records, records
 from lib.lessons.flash_attention import ladder_record
 from lib.lessons.flash_attention.ladder_triton import (
     LADDER,
     base_2,
     diff,
     every_tile,
+    run_rung,
 )
 from lib.lessons.triton.compile_triton import compile_for
 from lib.lessons.triton.recorder_triton import watch
 
+ROOT = Path(__file__).resolve().parents[3]
 TRITON = LADDER[1:6]
 
 
@@ -30,8 +35,7 @@ def heads(n: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("n", [33, 48])
 def test_versions_agree_and_from_the_third_on_none_loads_what_the_mask_hides(n):
     q, k, v = heads(n)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    loaded = []
+    expected, loaded = run_rung(LADDER[0], q, k, v), []
     for rung in TRITON:
         out, lse, sizes = torch.empty_like(q[0]), torch.empty(2, n), {"D": 16, "BQ": 16, "BK": 16}
         given = q[0], k[0], v[0], out, lse, n, 16**-0.5
@@ -70,6 +74,26 @@ def test_kernels_made_by_edits_compile():
         assert compile_for(90, kernel, types, D=64, BQ=64, BK=64).spilled_bytes == 0
 
 
+MEASURE = """
+from pathlib import Path
+from lib.lessons.flash_attention import ladder_record
+ladder_record.QUERIES, ladder_record.KEYS = (16, 32), (16,)
+ladder_record.measure_tiles(Path("tiles.jsonl"), (1, 1, 20, 16))
+ladder_record.measure_ladder(Path("ladder.jsonl"), (1, 1, 20, 16))
+"""
+
+
+def test_records_are_made_of_all_tiles_and_of_all_versions_that_run_here(tmp_path):
+    interpreted = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", MEASURE], cwd=tmp_path, env=interpreted, check=True)
+    tiles, (ladder,) = (read_records(tmp_path / f"{name}.jsonl") for name in ("tiles", "ladder"))
+    sizes = [tuple(r["config"][name] for name in ("BQ", "BK", "num_warps")) for r in tiles]
+    assert sizes == [(16, 16, 4), (16, 16, 8), (32, 16, 4), (32, 16, 8)]
+    assert all(record["figures"]["tflops"] > 0 for record in tiles)
+    assert {rung.step for rung in LADDER[:6]} <= ladder["figures"]["steps"].keys()
+    assert ladder["figures"]["steps"]["skipping"]["tiles"] == "64 × 64, 4"
+
+
 def test_the_ladder_has_the_fastest_tiles_on_record():
     rows = records("attention_tiles").dropna(subset="tflops")
     best = rows.sort_values("tflops").iloc[-1]
@@ -89,3 +113,9 @@ def test_the_ladder_shows_the_newest_runs_and_gains_within_a_run(tmp_path):
     assert found == runs[1:]
     assert [row["TFLOP/s"] for row in rows] == ["1.5 (1 to 2)", "not measured", "10.5 (10 to 11)"]
     assert [row["gain"] for row in rows] == [None, None, "7.75 (5.5 to 10)"]
+
+
+def test_without_a_hopper_gpu_a_recording_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder_record, "heads_for", lambda shape: (torch.device("cpu"), "qkv"))
+    with pytest.raises(ValueError, match="the ladder needs a Hopper GPU"):
+        ladder_record.measure_ladder(tmp_path / "records.jsonl")
