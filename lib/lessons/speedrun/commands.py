@@ -268,10 +268,27 @@ class LadderConfig:
     """Where the ladder is recorded."""
 
     output: Path = ladder.RECORDS
-    """The file of records; what it has of this device is kept."""
+    """The file of records. What it has of this device is not raced again, but for the recipes that
+    new ideas change."""
 
     only: tuple[str, ...] = ()
     """Names of recipes (default: all)."""
+
+
+def to_climb(
+    only: Sequence[str], records: Sequence[dict[str, Any]], *, on_gpu: bool
+) -> dict[str, str]:
+    """Idea -> source of the recipes without a record, and of those that they change."""
+    done, recipes = {record["figures"]["source"] for record in records}, ladder.recipes()
+    names = {
+        name
+        for name, source in recipes.items()
+        if (not only or name in only) and (on_gpu or name not in ladder.ON_GPU)
+        if source not in done
+    }
+    # a gain needs both in one climb
+    names |= {ladder.before(name) for name in names}
+    return {name: source for name, source in recipes.items() if name in names}
 
 
 def climb(config: LadderConfig) -> Path:
@@ -280,14 +297,8 @@ def climb(config: LadderConfig) -> Path:
     On a CPU all runs share the processors, one thread each; on a GPU they follow one another.
     """
     which, device = CLASSES["sprint"], pick_device("auto")
-    done = ladder.read(config.output).get(device_name(device), {})
-    todo = {
-        name: source
-        for name, source in ladder.recipes().items()
-        if (not config.only or name in config.only)
-        and (device.type == "cuda" or name not in ladder.ON_GPU)
-        if name not in done or done[name]["figures"]["source"] != source
-    }
+    records = ladder.read(config.output).get(device_name(device), [])
+    todo = to_climb(config.only, records, on_gpu=device.type == "cuda")
     with contextlib.ExitStack() as stack, workers_for(device, which) as workers:
         courses = courses_of(which, [*todo.values()], stack)
 

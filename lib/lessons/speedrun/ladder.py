@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,63 +150,91 @@ def recipes() -> dict[str, str]:
     return found | {name: edited(best, change) for name, change in TRIED.items()}
 
 
+def before(name: str) -> str:
+    """The recipe that an idea changes; the plain one stands beside itself."""
+    kept = ["start", *KEPT]
+    return kept[max(0, kept.index(name) - 1)] if name in kept else kept[-1]
+
+
 def best() -> str:
     """The source of the fastest recipe known: all ideas that are kept."""
     return recipes()[[*KEPT][-1]]
 
 
-def read(path: Path = RECORDS) -> dict[str, dict[str, dict[str, Any]]]:
-    """Device -> idea -> its newest record."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+def read(path: Path = RECORDS) -> dict[str, list[dict[str, Any]]]:
+    """Device -> its records, in the order of the file."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for record in read_records(path):
-        found.setdefault(record["device"], {})[record["figures"]["entry"]] = record
+        found.setdefault(record["device"], []).append(record)
     return found
 
 
 class Step(NamedTuple):
-    """An idea on a device, with what it gains over the recipe that it changes."""
+    """An idea on a device, beside the recipe that it changes."""
 
     tokens: float
     """To the target, the mean over the seeds."""
 
     seconds: list[float]
-    gain: float | None
-    """Times as fast; None if the two were not measured in one climb."""
+    """Of each seed."""
 
-    chance: float
-    """That two equally fast recipes differ by so much: p, two-sided."""
+    before: list[float] | None
+    """Seconds of the recipe that it changes; None if one climb did not measure both."""
+
+    @property
+    def gain(self) -> float | None:
+        """Times as fast as the recipe before."""
+        return statistics.mean(self.before) / statistics.mean(self.seconds) if self.before else None
+
+    @property
+    def chance(self) -> float:
+        """That two equally fast recipes differ by so much: p, two-sided."""
+        if self.before is None:
+            return 1.0
+        a, b = self.seconds, self.before
+        return 2 * min(chance_of_faster(a, b), chance_of_faster(b, a))
 
 
-def climbs(entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Idea -> the number of its climb: records that follow one another without a long pause."""
-    found: dict[str, int] = {}
-    number, ended = 0, None
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["date"]):
-        date = datetime.fromisoformat(entry["date"])
-        began = date - timedelta(seconds=sum(run["seconds"] for run in entry["figures"]["runs"]))
-        number += ended is not None and began - ended > LONGEST_PAUSE
-        found[name], ended = number, date
-    return found
+def climbs(records: Sequence[Entry]) -> list[dict[str, Entry]]:
+    """The climbs of a device, each idea -> record, the one with most ideas first.
+
+    The records of a climb are of one machine, and follow one another without a long pause.
+    """
+    found: list[dict[str, Entry]] = []
+    last: tuple[Any, datetime] | None = None
+    for entry in sorted(records, key=lambda entry: (host_of(entry), entry["date"])):
+        ended = datetime.fromisoformat(entry["date"])
+        began = ended - timedelta(seconds=sum(run["seconds"] for run in entry["figures"]["runs"]))
+        if last is None or host_of(entry) != last[0] or began - last[1] > LONGEST_PAUSE:
+            found.append({})
+        found[-1][entry["figures"]["entry"]] = entry
+        last = host_of(entry), ended
+    return sorted(found, key=len, reverse=True)
 
 
-def steps(entries: Mapping[str, Entry]) -> dict[str, Step]:
-    """Idea -> its step, from the records of one device."""
-    found, before, climb = {}, "start", climbs(entries)
+def host_of(entry: Entry) -> tuple[str, int]:
+    """What tells machines of one name apart: the system, and the cores that were given."""
+    return entry["platform"], entry["cores"]
+
+
+def steps(records: Sequence[Entry]) -> dict[str, Step]:
+    """Idea -> its step on a device, from the largest climb that has the idea."""
+    found, measured = {}, climbs(records)
     for name in recipes():
-        if name not in entries:
+        having = [climb for climb in measured if name in climb]
+        if not having:
             continue
-        mine, others = times(entries[name]), times(entries[before])
-        gain = None
-        if climb[name] == climb[before]:
-            gain = statistics.mean(others) / statistics.mean(mine)
-        chance = 2 * min(chance_of_faster(mine, others), chance_of_faster(others, mine))
-        found[name] = Step(statistics.mean(tokens(entries[name])), mine, gain, chance)
-        before = name if name not in TRIED else before
+        entry, other = having[0][name], having[0].get(before(name))
+        its_before = times(other) if other else None
+        found[name] = Step(statistics.mean(tokens(entry)), times(entry), its_before)
     return found
 
 
-def rows(measured: Mapping[str, Mapping[str, Entry]]) -> list[dict[str, Any]]:
-    """The ladder as rows of a table; gains by chance in less than 5% are starred."""
+def rows(measured: Mapping[str, Sequence[Entry]]) -> list[dict[str, Any]]:
+    """The ladder as rows of a table; gains by chance in less than 5% are starred.
+
+    A gain names the seconds that it is over where they are of another climb than those above.
+    """
     columns = {
         re.sub(r"\(R\)| Processor|NVIDIA ", "", name): steps(measured[name]) for name in measured
     }
@@ -214,15 +242,19 @@ def rows(measured: Mapping[str, Mapping[str, Entry]]) -> list[dict[str, Any]]:
     for name in recipes():
         row = {"idea": name, "kept": "–" if name in TRIED else "✓"}
         for device, its in columns.items():
-            cells = ("", "", "")
-            if name in its:
-                step = its[name]
-                gain = ""
-                if step.gain and name != "start":
-                    gain = f"{step.gain:.2f}" + " *" * (step.chance < P_VALUE)
-                cells = (f"{step.tokens:,.0f}", mean_and_interval(step.seconds), gain)
+            cells = cells_of(name, its) if name in its else ("", "", "")
             named = zip(("tokens", "seconds", "times as fast"), cells)
             row |= {f"{device}: {what}": cell for what, cell in named}
         if any(name in its for its in columns.values()):
             found.append(row)
     return found
+
+
+def cells_of(name: str, its: Mapping[str, Step]) -> tuple[str, str, str]:
+    """Tokens, seconds and gain of an idea, as text."""
+    step, gain = its[name], ""
+    if step.gain and step.before and name != "start":
+        gain = f"{step.gain:.2f}" + " *" * (step.chance < P_VALUE)
+        if step.before not in [one.seconds for one in its.values()]:
+            gain += f" (over {statistics.mean(step.before):.1f} s)"
+    return f"{step.tokens:,.0f}", mean_and_interval(step.seconds), gain

@@ -221,27 +221,54 @@ def test_the_ladder_has_a_recipe_for_each_idea_and_its_records_are_of_them():
     recipes = ladder.recipes()
     assert len(ladder.KEPT) >= 10
     assert len({*recipes.values()}) == len(recipes)
-    for entries in ladder.read().values():
-        assert {name: one["figures"]["source"] for name, one in entries.items()}.items() <= (
-            recipes.items()
-        )
-        assert ladder.steps(entries).keys() == entries.keys()
-    ideas = {name for entries in ladder.read().values() for name in entries}
-    assert [row["idea"] for row in ladder.rows(ladder.read())] == [n for n in recipes if n in ideas]
+    measured = ladder.read()
+    for entries in measured.values():
+        sources = {one["figures"]["entry"]: one["figures"]["source"] for one in entries}
+        assert sources.items() <= recipes.items()
+        assert ladder.steps(entries).keys() == sources.keys()
+    ideas = {one["figures"]["entry"] for entries in measured.values() for one in entries}
+    assert [row["idea"] for row in ladder.rows(measured)] == [n for n in recipes if n in ideas]
+
+
+def climbed(number: int, minute: int, seconds: float, cores: int = 2) -> dict:
+    """The record of the ladder's recipe of this number, whose runs took three minutes."""
+    one = entry([*ladder.recipes()][number], [seconds, seconds + 1, seconds + 2])
+    return one | {"date": f"2026-11-29T16:{minute:02}:00+00:00", "cores": cores}
 
 
 def test_the_ladder_compares_what_one_climb_measured():
-    def measured(minute: int, seconds: float) -> dict:
-        one = entry("mine", [seconds, seconds + 1, seconds + 2])
-        return one | {"date": f"2026-11-29T16:{minute:02}:00+00:00"}
+    three = [climbed(0, 4, 60), climbed(1, 8, 59), climbed(2, 12, 58)]
+    # the last began six minutes after the third had ended
+    records = [*three, climbed(3, 21, 30)]
+    assert [len(climb) for climb in ladder.climbs(records)] == [3, 1]
+    assert [step.gain is None for step in ladder.steps(records).values()] == [False] * 3 + [True]
+    assert ladder.rows({"GPU": records})[3]["GPU: times as fast"] == ""
+    # other cores are another machine, whatever its name
+    elsewhere = [*three, climbed(3, 13, 30, cores=4)]
+    assert [len(climb) for climb in ladder.climbs(elsewhere)] == [3, 1]
 
-    # each took three minutes; the last began six minutes after the third had ended
-    named = dict(zip(ladder.recipes(), (measured(4, 60), measured(8, 59), measured(12, 58))))
-    assert ladder.climbs(named) == dict.fromkeys(named, 0)
-    fourth = [*ladder.recipes()][3]
-    found = ladder.steps(named | {fourth: measured(21, 30)})
-    assert [step.gain is None for step in found.values()] == [False, False, False, True]
-    assert ladder.rows({"GPU": named | {fourth: measured(21, 30)}})[3]["GPU: times as fast"] == ""
+
+def test_a_later_climb_adds_ideas_beside_the_recipe_that_it_measured_again():
+    records = [climbed(0, 4, 60), climbed(1, 8, 59), climbed(2, 12, 58)]
+    records += [climbed(2, 31, 100), climbed(3, 34, 50)]
+    found = ladder.rows({"GPU": records})
+    # processor time, a tenth less than the wall's
+    assert [row["GPU: seconds"][:5] for row in found] == ["54.8 ", "53.9 ", "53.0 ", "45.9 "]
+    assert found[2]["GPU: times as fast"] == "1.02"
+    assert found[3]["GPU: times as fast"] == "1.98 * (over 90.8 s)"
+
+
+def test_a_climb_races_what_has_no_record_beside_the_recipe_that_it_changes():
+    top = [*ladder.KEPT][-1]
+    records = [{"figures": {"source": source}} for source in ladder.recipes().values()]
+    assert commands.to_climb((), records, on_gpu=True) == {}
+    assert [*commands.to_climb((), records[:-1], on_gpu=True)] == [top, "CUDA graphs"]
+    assert commands.to_climb((), records[:-1], on_gpu=False) == {}
+    assert [*commands.to_climb(("QK-norm",), [], on_gpu=False)] == [
+        "zero start into the residual stream",
+        "QK-norm",
+    ]
+    assert [*commands.to_climb((), [], on_gpu=True)] == [*ladder.recipes()]
 
 
 # The open exercise
