@@ -389,10 +389,13 @@ def broadcast_module(
             `requires_grad`, has no shape or no memory of its own yet, is sparse, or is divided
             among the ranks.
     """
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     if world_size(group) == 1:
+        # nothing is sent, but what divided a module must not lie inside of what wraps it
+        for name, tensor in tensors.items():
+            _check_is_whole(name, tensor)
         facts()
         return
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def checked() -> dict[str, str]:
         for name, tensor in tensors.items():
@@ -407,13 +410,18 @@ def broadcast_module(
         tensor.detach().copy_(dense)
 
 
-def _check_can_be_sent(name: str, tensor: Tensor) -> None:
-    """Raise a `ValueError` unless a tensor of a module has memory that can be overwritten."""
+def _check_is_whole(name: str, tensor: Tensor) -> None:
+    """Raise a `ValueError` if a tensor of a module is a rank's part of one."""
     if is_sharded(tensor):
         raise ValueError(
             f"{name} must be whole, but is divided among the ranks already: one of them would "
             "overwrite the others' parts; wrap the whole module once (FSDP: name parts in blocks=)"
         )
+
+
+def _check_can_be_sent(name: str, tensor: Tensor) -> None:
+    """Raise a `ValueError` unless a tensor of a module has memory that can be overwritten."""
+    _check_is_whole(name, tensor)
     if nn.parameter.is_lazy(tensor):
         raise ValueError(
             f"{name} must have a shape, but is lazy; run a forward pass before wrapping"

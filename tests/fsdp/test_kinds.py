@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ddp.kinds import KINDS
-from tests.ddp.table import REFUSED_KINDS, outcomes, unexpected
+from tests.ddp.table import REFUSED_KINDS, outcome, outcomes, unexpected
 from tests.ddp.workers import launch
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -24,6 +24,11 @@ def test_a_kind_lives_through_all_events_as_in_one_process_or_is_refused_by_name
         assert kind not in REFUSED_KINDS or any(
             REFUSED_KINDS[kind] in text for text in of_kind.values()
         )
+
+
+def test_one_rank_alone_refuses_a_module_with_an_fsdp_inside():
+    (text,) = launch(outcome, 1, "fsdp", ["wrapped twice"], "steps")
+    assert REFUSED_KINDS["wrapped twice"] in text
 
 
 @pytest.mark.gpu

@@ -384,7 +384,6 @@ def _reaching_into_triton(recorder: _Recorder) -> Iterator[None]:
     with (
         patch.multiple(recorder.builder, **recorder.operations()),
         patch.object(interpreter.ReduceOps, "apply", reduce),
-        patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
         patch.object(JITFunction, "__call__", call),
         patch.object(JITFunction, "__get__", bind, create=True),
         patch.object(InterpretedFunction, "__call__", call),
@@ -401,6 +400,10 @@ def _patch_tensor(tensor: type, *scope: Any, patch_all=interpreter._patch_lang_t
     patch_all(tensor, *scope)
     # Triton before 3.7 makes an index of an array of one number, which NumPy 2.4 refuses
     tensor.__index__ = lambda self: self.handle.data.item()  # type: ignore[attr-defined]
+
+
+# for kernels that a page launches in the interpreter by itself, too
+interpreter._patch_lang_tensor = _patch_tensor
 
 
 def restore_language() -> None:

@@ -120,7 +120,7 @@ def test_a_launch_without_sizes_takes_those_of_the_first_configuration():
 
     def launch(x, w, bias):
         (M, K), N = x.shape, w.shape[1]
-        y = torch.empty(M, N)
+        y = x.new_empty(M, N)
 
         def grid(meta):
             return triton.cdiv(M, meta["ROWS"]), triton.cdiv(N, meta["COLUMNS"])
@@ -145,7 +145,7 @@ def test_an_output_is_stored_once():
 def test_a_matmul_too_thin_to_compile_is_refused():
     def thin(x, w, bias):
         (M, K), N = x.shape, w.shape[1]
-        y = torch.empty(M, N)
+        y = x.new_empty(M, N)
         grid, tile = (triton.cdiv(M, 32), triton.cdiv(N, 32)), {"ROWS": 32, "COLUMNS": 32}
         kernel = solutions_triton.linear_relu_kernel
         kernel[grid](x, w, bias, y, M, N, K, **tile, DEPTH=1)
@@ -177,7 +177,7 @@ def with_tiles(rows, columns, depth):
 
     def linear_relu(x, w, bias):
         (M, K), N = x.shape, w.shape[1]
-        y = torch.empty(M, N)
+        y = x.new_empty(M, N)
         grid = (triton.cdiv(M, rows), triton.cdiv(N, columns))
         kernel = solutions_triton.linear_relu_kernel[grid]
         kernel(x, w, bias, y, M, N, K, ROWS=rows, COLUMNS=columns, DEPTH=depth)

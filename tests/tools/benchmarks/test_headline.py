@@ -1,11 +1,14 @@
 """The pages of results show what the records say."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from lib.core.records import to_frame
+from lib.core.records import read_records, to_frame
+from lib.tools.benchmarks.attention_report import attention_rows
 from lib.tools.benchmarks.headline import (
     COMPARISONS,
     END,
@@ -42,6 +45,53 @@ def test_reports_that_the_table_links_to_exist_and_without_records_there_is_no_r
     rows = [row for _, row in headline_rows(ROOT / "artifacts")]
     assert len(rows) == len(COMPARISONS) == 12
     assert all((ROOT / row["on"].partition("(")[2].rstrip(")")).exists() for row in rows)
+
+
+ATTENTION = [one for one in COMPARISONS if one.file == "attention_repeats"]
+
+
+def test_what_is_said_of_attention_on_longer_texts_is_of_the_same_runs():
+    longer = {"queries": 16_384, "keys": 16_384}
+    rows = [
+        replace(one, where=one.where | longer).row(one.read(ROOT / "artifacts"))
+        for one in ATTENTION
+    ]
+    assert {row["runs"] for row in rows} == {"5"}
+    assert all(row["best other"].endswith("(FlashAttention-4)") for row in rows)
+    forward, forward_128, backward, backward_128 = (row["times"] for row in rows)
+    words = (
+        f"forward {forward} times FlashAttention-4 with heads of 64 and {forward_128} with 128, "
+        f"backward {backward} and {backward_128}."
+    )
+    assert words in " ".join((ROOT / ".github/RESULTS.md").read_text(encoding="utf-8").split())
+    # as the README says of heads of 64
+    assert float(forward.split()[-1]) < 1
+
+
+def test_the_table_of_five_runs_in_the_notes_is_of_the_records():
+    rows = attention_rows(read_records(ROOT / "artifacts/attention_repeats.jsonl"))
+    notes = (ROOT / "artifacts/flash_attention_notes.md").read_text(encoding="utf-8")
+
+    def speeds(kernel, tokens, head_dim, direction):
+        case = kernel, tokens, head_dim, direction
+        names = ("kernel", "queries", "head_dim", "direction")
+        found = [row["tflops"] for row in rows if tuple(row[name] for name in names) == case]
+        assert len(found) == 5
+        return found
+
+    def cells(*case, peers):
+        ours = speeds("flash_attention_triton", *case)
+        yield f"{median(ours):.0f}"
+        for peer in peers:
+            ratios = [one / other for one, other in zip(ours, speeds(peer, *case))]
+            least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+            yield least if least == most else f"{least} to {most}"
+
+    for size in ((4096, 64), (4096, 128), (16_384, 64), (16_384, 128)):
+        forward = cells(*size, "forward", peers=("fa4", "sdpa_cudnn"))
+        backward = cells(*size, "backward", peers=("fa4", "fa4_deterministic", "sdpa_cudnn"))
+        line = " | ".join([f"{size[0]:,}, {size[1]}", *forward, *backward])
+        assert f"\n| {line} |\n" in notes
 
 
 TOKENIZER = COMPARISONS[0]
