@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -159,6 +159,38 @@ PEAKS = {
     "RTX 5090": _peak(209.5, 209.5, 104.8, 104.8, 1792),
     "RTX 4090": _peak(165.2, 165.2, 82.6, 82.6, 1008),
     "RTX 3090": _peak(71, 71, 35.6, 35.6, 936),
+}
+
+
+class Gpu(NamedTuple):
+    """A GPU by its datasheet; its rates are in `PEAKS`."""
+
+    name: str
+    """As CUDA reports it."""
+
+    memory_gb: float
+    link_gbs: float
+    """GB/s in one direction to the other GPUs of its host."""
+
+    @property
+    def dtype(self) -> str:
+        """The 16-bit dtype of its tensor cores."""
+        return "bfloat16" if PEAKS[self.name].bfloat16 else "float16"
+
+    @property
+    def flops_per_s(self) -> float:
+        return getattr(PEAKS[self.name], self.dtype)
+
+
+# PCIe 3.0 and 4.0 with 16 lanes, and NVLink 3 to 5.
+GPUS = {
+    "T4": Gpu("T4", 16, 15.75),
+    "L4": Gpu("L4", 24, 31.5),
+    "4090": Gpu("RTX 4090", 24, 31.5),
+    "A100": Gpu("A100-SXM4-80GB", 80, 300),
+    "H100": Gpu("H100 80GB HBM3", 80, 450),
+    "H200": Gpu("H200", 141, 450),
+    "B200": Gpu("B200", 180, 900),
 }
 
 

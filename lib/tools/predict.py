@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from lib.core.files import ROOT
-from lib.core.hardware import PEAKS
+from lib.core.hardware import GPUS, PEAKS, Gpu
 from lib.core.records import records, to_markdown
 from lib.core.settings import NonNegativeInt, PositiveInt, require, settings
 from lib.lessons.ddp.costs import H200_INTERFERENCE, H200_LINKS, predict_step
@@ -27,37 +27,6 @@ from lib.profiling.collectives import Link
 from lib.profiling.memory_formula import RESERVED_BYTES, rank_memory
 from lib.profiling.roofline import UPDATE_BYTES, Limits, predicted_ms
 
-
-class Gpu(NamedTuple):
-    """A GPU by its datasheet; its rates are `lib.core.hardware.PEAKS`."""
-
-    name: str
-    """As CUDA reports it."""
-
-    memory_gb: float
-    link_gbs: float
-    """GB/s in one direction to the other GPUs of its host."""
-
-    @property
-    def dtype(self) -> str:
-        """The 16-bit dtype of its tensor cores."""
-        return "bfloat16" if PEAKS[self.name].bfloat16 else "float16"
-
-    @property
-    def flops_per_s(self) -> float:
-        return getattr(PEAKS[self.name], self.dtype)
-
-
-# PCIe 3.0 and 4.0 with 16 lanes, and NVLink 3 to 5.
-GPUS = {
-    "T4": Gpu("T4", 16, 15.75),
-    "L4": Gpu("L4", 24, 31.5),
-    "4090": Gpu("RTX 4090", 24, 31.5),
-    "A100": Gpu("A100-SXM4-80GB", 80, 300),
-    "H100": Gpu("H100 80GB HBM3", 80, 450),
-    "H200": Gpu("H200", 141, 450),
-    "B200": Gpu("B200", 180, 900),
-}
 # The share of a link's datasheet bandwidth that all-reduces of four H200s reach.
 LINK_SHARE = H200_LINKS[4].bandwidth_gbs / GPUS["H200"].link_gbs
 # With fewer tokens a pass the host, which no roofline knows, may take longer than the GPU.

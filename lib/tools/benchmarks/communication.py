@@ -15,6 +15,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from lib.core.allocator import Function, synchronize
+from lib.core.hardware import GPUS
 from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, require, settings
 from lib.ddp.process_group import (
@@ -38,7 +39,6 @@ from lib.profiling.measurement import interquartile_range, start_sample
 from lib.tools.benchmarks.harness import Case, grid, sampling
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
 from lib.tools.benchmarks.sections import Report, newest, table
-from lib.tools.predict import GPUS
 
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10

@@ -124,11 +124,15 @@ class Trainings:
         try:
             with self.training(name):
                 pass
-        except (ValueError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, ValueError) and not is_out_of_memory(error):
+        except ValueError as error:
+            status, reason = "refused", str(error)
+            free_memory(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
-            status = "refused" if isinstance(error, ValueError) else "oom"
-            reason = str(error).partition("\n")[0]
+            status, reason = "oom", str(error).partition("\n")[0]
+            if self.is_together and len(self.cases) > 1:
+                reason += "; --no_together holds one model at a time"
             free_memory(error)
         # where one rank alone has a problem, the others hang in its training, and time out
         gather_objects(status, self.groups.hosts)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from annotated_types import Ge
 
+from lib.core.files import make_folder
 from lib.core.hardware import device_name, keep_freed_memory
 from lib.core.records import Record
 from lib.core.settings import PositiveFloat, check, settings
@@ -95,8 +96,9 @@ class RanksBenchmark:
             gpus = 0 if config.backend == "gloo" else torch.cuda.device_count()
             ranks = config.ranks or (gpus if gpus > 1 else 2)
             backend = checked_backend(config.backend, ranks)
-            # refuse bad settings here, before processes start
+            # refuse bad settings and folders here, before processes start
             self.groups(config, ranks, backend)
+            make_folder(config.output)
             level = logging.getLogger("lib").level
             options: dict[str, Any] = {"backend": backend, "timeout": config.timeout}
             [records, *_] = launch(RanksBenchmark.sweep, ranks, self, config, level, **options)
