@@ -156,6 +156,14 @@ def by_autograd(x, w1, w2, ranks):
     return ranks.all_reduce(part), backward
 
 
+def test_a_rank_that_computes_with_the_whole_matrices_finds_nan():
+    def whole(x, w1, w2, ranks):
+        y = ranks.all_reduce((x @ w1.T).relu() @ w2.T / ranks.count)
+        return y, lambda grad_y: (ranks.all_reduce(x), w1, w2)
+
+    assert "rank 0, y, position (0, 0): yours nan" in verdict(tensor_parallel_mlp, whole)
+
+
 def test_its_backward_may_be_that_of_autograd(capsys):
     exercises.check(by_autograd, "tensor_parallel_mlp")
     assert capsys.readouterr().out.startswith("right")
