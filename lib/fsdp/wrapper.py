@@ -49,9 +49,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.flat import GradientSync, has_average, not_finished
+from lib.ddp.flat import GradientSync, averaging, not_finished
 from lib.ddp.process_group import broadcast_module, rank, world_size
-from lib.ddp.wrapper_base import Structure, Wrapper, inner_module
+from lib.ddp.wrapper_base import Wrapper, inner_module
 from lib.fsdp.blocks import (
     Block,
     BlockOf,
@@ -110,7 +110,9 @@ class FSDP(GradientSync, Wrapper):
         # all, in the order of the forward pass
         self.all_blocks = [self.unblocked, *self.blocks]
         self.flats = [flat for block in self.all_blocks for flat in block.flats]
-        self.structure = Structure(module)
+        self.note_parameters(module)
+        # shards may be frozen and trained at any time
+        self.frozen = {}
         # the block of each module; `self` stands for what is outside of all others
         self.block_of: dict[nn.Module, Block] = {self: self.unblocked}
         self.block_of |= {part: block for block in self.blocks for part in block.modules}
@@ -293,14 +295,14 @@ class FSDP(GradientSync, Wrapper):
         self.receive()
         trained = [flat for flat in block.flats if flat.is_trained]
         for flat in trained:
-            flat.take_gradients(send=self.is_syncing)
+            flat.send(now=self.is_syncing)
         if self.is_syncing:
             self.reducing = trained
 
     def receive(self) -> None:
         """Wait for the gradients that were sent last, and add their means to the shards'."""
         for flat in self.reducing:
-            flat.add_mean()
+            flat.receive_mean(flat.divisor)
         self.reducing = []
 
     # Passes
@@ -308,7 +310,7 @@ class FSDP(GradientSync, Wrapper):
     def follow_shards(self) -> None:
         """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
         self.settle()
-        self.structure.check()
+        self.check_parameters()
         # what a pass without backward left
         self.drop()
         for flat in self.flats:
@@ -435,13 +437,12 @@ class FSDP(GradientSync, Wrapper):
             if not has:
                 presence[index] = 0
         # one all-reduce for each dtype
-        averages = has_average(presence, self.group)
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        op, divisor = averaging(presence, self.group)
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(joined, op, group=self.group, async_op=True).wait()
-            if not averages:
-                joined.div_(self.ranks)
+            if divisor > 1:
+                joined.div_(divisor)
             means = joined.split([tensor.numel() for tensor in tensors])
             views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
             torch._foreach_copy_(tensors, views)
@@ -498,6 +499,14 @@ class FSDP(GradientSync, Wrapper):
         elif rank(self.group) == 0:
             whole |= {name: p.detach().to("cpu", copy=True) for name, p in self.vectors.items()}
         return {name: whole[name] for name, _ in self.module.named_parameters() if name in whole}
+
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Parameters in their whole shapes, in the module's order; divided ones have no memory.
+
+        They are what `ShardedOptimizer` is given, with `shard_of` as its strategy.
+        """
+        whole = {n: w for flat in self.flats for n, w in zip(flat.names, flat.placeholders)}
+        return [whole.get(name, param) for name, param in self.module.named_parameters()]
 
     def _put_whole(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace the shards in the module's state dict by whole parameters, on all ranks."""

@@ -66,6 +66,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -87,14 +88,13 @@ from lib.ddp.process_group import (
 from lib.optimizer.adamw import AdamW, Optimizer
 from lib.optimizer.schedule import clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
-from lib.sharded_optimizer.saved_state import (
-    pack_shards,
-    unpack_shards,
-)
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, settings_of
+from lib.sharded_optimizer.saved_state import pack_shards, unpack_shards
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
 from lib.sharded_optimizer.whole_parameters import WholeParameters
 
 STRATEGIES = ("parameters", "flat")
+# This rank's shard of a parameter, given it and its number; None if it has none.
+ShardOf = Callable[[nn.Parameter, int], Shard | None]
 # Their update of an element reads no other one, so that a slice can be updated by itself.
 OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.SGD)
 
@@ -115,8 +115,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: `lib.optimizer.adamw.AdamW`, torch.optim.AdamW, torch.optim.SGD, or a
             subclass whose update of an element reads no other one.
         group: the ranks that share the state (default: all).
-        strategy: `parameters` or `flat`, see above; or a `ShardingStrategy`, such as one for
-            parameters that FSDP has already divided among the ranks.
+        strategy: `parameters` or `flat`, see above; or, for parameters that FSDP has divided among
+            the ranks, what returns this rank's shard of each. Ranks then exchange nothing here.
         reduces_gradients: whether each rank's gradients are its own, to be averaged here; `flat`
             only.
         overlap: whether that happens during backward, bucket by bucket.
@@ -134,7 +134,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        strategy: Literal["parameters", "flat"] | ShardingStrategy = "parameters",
+        strategy: Literal["parameters", "flat"] | ShardOf = "parameters",
         reduces_gradients: bool = False,
         overlap: bool = False,
         bucket_cap_mb: float = 25.0,
@@ -154,22 +154,39 @@ class ShardedOptimizer(Optimizer):
             # without parameters, to learn its defaults
             defaults = dict(optimizer_cls([{"params": []}], **kwargs).defaults)
             Optimizer.__init__(self, params, defaults)
-            name = strategy if isinstance(strategy, str) else type(strategy).__name__
+            name = strategy if isinstance(strategy, str) else strategy.__qualname__
             facts = {"strategy": name, "optimizer_cls": optimizer_cls.__qualname__} | options
             return {name: str(value) for name, value in facts.items()} | self._facts()
 
         agree(checked, group)
-        self.strategy = _make_strategy(strategy, group, options)
+        # who averages gradients and sends parameters: `flat` both, `parameters` the latter
+        self.flat: FlatSlices | None = None
+        self.strategy: FlatSlices | WholeParameters | None = None
+        if self.ranks > 1 and strategy == "flat":
+            self.strategy = self.flat = FlatSlices(group, **options)
+        elif self.ranks > 1 and strategy == "parameters":
+            self.strategy = WholeParameters(group)
+        shard_of = whole_shard if isinstance(strategy, str) else strategy
 
         # the inner optimizer has this rank's shards of each parameter group
+        self.shards: list[Shard] = []
         first, inner_groups = 0, []
         for param_group in self.param_groups:
-            shards = self.strategy.add(param_group["params"], first)
-            first += len(param_group["params"])
+            params = param_group["params"]
+            if self.strategy is not None:
+                shards = self.strategy.add(params, first)
+            else:
+                found = [shard_of(param, number) for number, param in enumerate(params, first)]
+                shards = [shard for shard in found if shard is not None]
+            first += len(params)
+            self.shards += shards
             leaves = [shard.leaf for shard in shards]
             inner_groups.append({**settings_of(param_group), "params": leaves})
         self.inner = on_each_rank(lambda: optimizer_cls(inner_groups, **kwargs), group)
         self.state = self.inner.state
+        # shards that all ranks have, and update in the same way: of a divided module the vectors
+        is_whole = [shard.leaf is shard.param for shard in self.shards]
+        self.replicated = [] if self.shards_whole else list(compress(self.shards, is_whole))
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse `copy.deepcopy` and pickle with a TypeError."""
@@ -215,14 +232,9 @@ class ShardedOptimizer(Optimizer):
                 facts[f"{name} of parameter group {index}"] = str(shown)
         return facts
 
-    @property
-    def shards(self) -> list[Shard]:
-        """The shards that this rank updates, in the order of the inner optimizer."""
-        return self.strategy.shards
-
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, backward passes only add up gradients on this rank (for `overlap`)."""
-        return self.strategy.no_sync()
+        return self.flat.no_sync() if self.flat else contextlib.nullcontext()
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -235,7 +247,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: a parameter was moved, or gradients came after they were averaged.
         """
-        self.strategy.finish_gradient_synchronization()
+        if self.flat:
+            self.flat.finish_gradient_synchronization()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -243,11 +256,12 @@ class ShardedOptimizer(Optimizer):
 
         float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
         """
-        self.strategy.finish_gradient_synchronization()
+        if self.flat:
+            self.flat.finish_gradient_synchronization()
         if isinstance(self.inner, AdamW):
             norm = self.inner.grad_norm()
         else:
-            norm = grad_norm(shard.leaf for shard in self.strategy.shards)
+            norm = grad_norm(shard.leaf for shard in self.shards)
         if self.ranks == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
@@ -258,10 +272,10 @@ class ShardedOptimizer(Optimizer):
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
-        copies = [shard.leaf for shard in self.strategy.copies if shard.leaf.grad is not None]
-        if copies:
+        replicated = [s.leaf for s in self.replicated if s.leaf.grad is not None]
+        if replicated:
             # counted once on each rank; infinity less infinity would be no number
-            once = grad_norm(copies).to(device, torch.float64).square()
+            once = grad_norm(replicated).to(device, torch.float64).square()
             others = (self.ranks - 1) * once
             square = torch.where(once.isfinite(), square - others, once)
         return square.sqrt().to(torch.float64 if is_double else torch.float32)
@@ -308,17 +322,18 @@ class ShardedOptimizer(Optimizer):
             self.has_stepped = True
 
         # average gradients: reduce-scatter, unless that is done
-        self.strategy.finish_gradient_synchronization()
+        if self.flat:
+            self.flat.finish_gradient_synchronization()
 
         # update this rank's shards; schedulers set `lr` here
         for group, inner_group in zip(self.param_groups, self.inner.param_groups):
-            inner_group.update(settings_of(group))
+            inner_group |= {**group, "params": inner_group["params"]}
         self.inner.step(**options)
 
         # gather the parameters; in a CUDA graph the next forward pass does
-        if self.strategy.starts_in_forward:
-            self.strategy.must_gather = True
-        else:
+        if self.flat and self.flat.starts_in_forward:
+            self.flat.must_gather = True
+        elif self.strategy:
             self.strategy.gather_parameters()
 
     def _check_values(self) -> None:
@@ -340,11 +355,12 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; on all ranks."""
         # first finish what a backward pass has started, in the same order on all ranks
-        if self.strategy.arrived:
-            self.strategy.finish_gradient_synchronization()
-        self.strategy.is_closed = False
+        if self.flat:
+            if self.flat.arrived:
+                self.flat.finish_gradient_synchronization()
+            self.flat.is_closed = False
         # those of the shards, then those of whole parameters
-        for shard in self.strategy.shards:
+        for shard in self.shards:
             if set_to_none or shard.leaf.grad is None:
                 shard.leaf.grad = None
             else:
@@ -370,23 +386,27 @@ class ShardedOptimizer(Optimizer):
             What the model must call with a module of `parts`, or one inside, just before it reads
             that module's parameters: it waits for them.
         """
-        return self.strategy.overlap_gather_with_forward(parts, in_graph=in_graph)
+        if not self.flat:
+            return lambda part: None
+        return self.flat.overlap_gather_with_forward(parts, in_graph=in_graph)
 
     def mark_replayed(self) -> None:
         """Note that a CUDA graph's replay has updated the shards, which must be gathered."""
-        self.strategy.must_gather = self.strategy.starts_in_forward
+        if self.flat:
+            self.flat.must_gather = self.flat.starts_in_forward
 
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params` (default: all) have the values of the last step.
 
         Needed after `overlap_gather_with_forward` only, to read parameters outside of forward.
         """
-        self.strategy.wait_for_parameters(params)
+        if self.flat:
+            self.flat.wait_for_parameters(params)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, and which elements it is for; see `saved_state`."""
         self.wait_for_parameters()
-        saved_by_rank_0 = self.strategy.copies if rank(self.group) else []
+        saved_by_rank_0 = self.replicated if rank(self.group) else []
         own = [shard for shard in self.shards if shard not in saved_by_rank_0]
         packed = pack_shards(own, self.inner, self.param_groups)
         return packed | {"rank": rank(self.group), "world_size": world_size(self.group)}
@@ -416,19 +436,9 @@ class ShardedOptimizer(Optimizer):
         self.state = self.inner.state
 
 
-def _make_strategy(
-    name: str | ShardingStrategy, group: dist.ProcessGroup | None, options: dict[str, Any]
-) -> ShardingStrategy:
-    if isinstance(name, ShardingStrategy):
-        return name
-    if name == "parameters" or world_size(group) == 1:
-        return WholeParameters(group)
-    return FlatSlices(group, **options)
-
-
 def _check_arguments(
     optimizer_cls: Any,
-    strategy: str | ShardingStrategy,
+    strategy: str | ShardOf,
     *,
     reduces_gradients: bool,
     overlap: bool,
@@ -442,7 +452,7 @@ def _check_arguments(
         f"subclass, got {name}",
     )
     known = ", ".join(STRATEGIES)
-    is_known = isinstance(strategy, ShardingStrategy) or strategy in STRATEGIES
+    is_known = callable(strategy) or strategy in STRATEGIES
     require(is_known, f"strategy must be one of {known}, got {strategy!r}")
     require(
         strategy == "flat" or not reduces_gradients,

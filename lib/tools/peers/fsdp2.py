@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lib.ddp.process_group import broadcast_module, current_device, rank, reduce_scatter, world_size
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, make_shard
+from lib.sharded_optimizer.shards import Shard, make_shard
 
 if TYPE_CHECKING:
     from lib.model.transformer import MeanLoss
@@ -51,6 +51,8 @@ class FullySharded(nn.Module):
             fully_shard(parts, mesh=mesh, **options)
         # fully_shard changes the class of `loss`, to a mix of its own and FSDPModule
         self.module: Any = fully_shard(loss, mesh=mesh)
+        # this rank's rows of each parameter, which an optimizer updates
+        self.shards: list[Shard] = []
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The module's loss."""
@@ -60,8 +62,30 @@ class FullySharded(nn.Module):
             self.module.reshard()
         return loss
 
+    def shard_of(self, param: nn.Parameter, number: int) -> Shard | None:
+        """This rank's rows of a parameter, assigned as by `torch.chunk`; None if it has none.
+
+        Raises:
+            ValueError: the parameter is not sharded.
+        """
+        if not isinstance(param, DTensor):
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} must be sharded by fully_shard before "
+                "the optimizer is created"
+            )
+        weight = param.to_local().detach().view(-1)  # (rows · elements of a row,)
+        if not weight.numel():
+            return None
+        rows = -(-param.shape[0] // param.device_mesh.size())
+        start = rank(self.group) * rows * math.prod(param.shape[1:])
+        self.shards.append(make_shard(param, number, start, start + weight.numel(), weight))
+        return self.shards[-1]
+
     def finish_gradient_synchronization(self) -> None:
-        """Do nothing: FSDP2 averages gradients in backward."""
+        """Give every shard its gradient, which FSDP2 has averaged in backward."""
+        for shard in self.shards:
+            grad: Any = shard.param.grad
+            shard.leaf.grad = None if grad is None else grad.to_local().view(shard.leaf.shape)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -72,49 +96,14 @@ class FullySharded(nn.Module):
         finally:
             self.module.set_requires_gradient_sync(True)
 
-    def whole_state_dict(self) -> dict[str, Tensor]:
-        """Gather the model's state dict on rank 0's CPU, tensor by tensor; empty on other ranks."""
+    def full_parameters(self, *, on_first_only: bool = True) -> dict[str, Tensor]:
+        """Gather parameters and buffers on rank 0's CPU, one by one; empty on other ranks."""
         found = {}
-        for name, tensor in self.module.model.state_dict().items():
+        for name, tensor in self.module.state_dict().items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank(self.group) == 0:
                 found[name] = whole.cpu()
         return found
-
-
-class FullyShardedParameters(ShardingStrategy):
-    """The strategy for parameters that `fully_shard` has divided: ranks send nothing here.
-
-    Parameters are DTensors, whose rows are assigned to ranks as by `torch.chunk`. FSDP2 averages
-    gradients in backward, and gathers parameters where they are needed.
-    """
-
-    def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
-        """Take this rank's rows of `params`, numbered from `first`.
-
-        Raises:
-            ValueError: a parameter is not sharded.
-        """
-        added = []
-        for number, param in enumerate(params, start=first):
-            if not isinstance(param, DTensor):
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} must be sharded by fully_shard "
-                    "before the optimizer is created"
-                )
-            weight = param.to_local().detach().view(-1)  # (rows · elements of a row,)
-            if weight.numel():
-                rows = -(-param.shape[0] // param.device_mesh.size())
-                start = rank(self.group) * rows * math.prod(param.shape[1:])
-                added.append(make_shard(param, number, start, start + weight.numel(), weight))
-        self.shards += added
-        return added
-
-    def finish_gradient_synchronization(self) -> None:
-        """Give every shard its gradient, which FSDP2 has averaged."""
-        for shard in self.shards:
-            grad: Any = shard.param.grad
-            shard.leaf.grad = None if grad is None else grad.to_local().view(shard.leaf.shape)
 
 
 def _check_average(group: dist.ProcessGroup | None) -> None:
