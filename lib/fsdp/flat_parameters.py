@@ -391,16 +391,17 @@ class Placeholder(nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
 
 
-def shard_of(param: nn.Parameter, number: int) -> Shard | None:
-    """This rank's part of one of `FSDP.whole_parameters`, None if it has none; vectors are whole.
-
-    Args:
-        number: of the parameter, among all of an optimizer.
-    """
-    if not isinstance(param, Placeholder):
-        return whole_shard(param, number)
-    part, leaf = param.flat.own[param.number], param.flat.shards[param.number]
-    return Shard(param, number, part.start, part.stop, leaf) if part.stop > part.start else None
+def shards_of(params: list[nn.Parameter], first: int) -> list[Shard]:
+    """This rank's shards of `FSDP.whole_parameters`, numbered from `first`; vectors are whole."""
+    shards = []
+    for number, param in enumerate(params, first):
+        if not isinstance(param, Placeholder):
+            shards.append(whole_shard(param, number))
+            continue
+        part, leaf = param.flat.own[param.number], param.flat.shards[param.number]
+        if part.stop > part.start:
+            shards.append(Shard(param, number, part.start, part.stop, leaf))
+    return shards
 
 
 def _gathered(placeholder: Placeholder) -> Tensor:

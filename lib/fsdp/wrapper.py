@@ -98,6 +98,8 @@ class FSDP(GradientSync, Wrapper):
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
         self.prefetches = prefetch
+        like = next(module.parameters(), torch.empty(0))
+        self.op, self.divisor = averaging(like, group)
         given = default_blocks(module) if blocks is None else blocks
         chosen = [[part] if isinstance(part, nn.Module) else list(part) for part in given]
         kept = list(full_precision)
@@ -437,12 +439,11 @@ class FSDP(GradientSync, Wrapper):
             if not has:
                 presence[index] = 0
         # one all-reduce for each dtype
-        op, divisor = averaging(presence, self.group)
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            dist.all_reduce(joined, op, group=self.group, async_op=True).wait()
-            if divisor > 1:
-                joined.div_(divisor)
+            dist.all_reduce(joined, self.op, group=self.group, async_op=True).wait()
+            if self.divisor > 1:
+                joined.div_(self.divisor)
             means = joined.split([tensor.numel() for tensor in tensors])
             views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
             torch._foreach_copy_(tensors, views)
@@ -503,7 +504,7 @@ class FSDP(GradientSync, Wrapper):
     def whole_parameters(self) -> list[nn.Parameter]:
         """Parameters in their whole shapes, in the module's order; divided ones have no memory.
 
-        They are what `ShardedOptimizer` is given, with `shard_of` as its strategy.
+        They are what `ShardedOptimizer` is given, with `shards_of` as its strategy.
         """
         whole = {n: w for flat in self.flats for n, w in zip(flat.names, flat.placeholders)}
         return [whole.get(name, param) for name, param in self.module.named_parameters()]

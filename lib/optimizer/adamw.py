@@ -196,13 +196,8 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        # all are checked before any is updated
-        batches = list(self._batches())
-        for _, params, group in batches:
-            _check_batch(params, lr=group["lr"], grad_scale=grad_scale, skip=skip)
-
-        # a batch at a time: one group, device and dtype
-        for key, params, group in batches:
+        # a batch at a time: one group, device and dtype; all are checked before any is updated
+        for key, params, group in list(self._batches(grad_scale=grad_scale, skip=skip)):
             self._update(key, params, group, grad_scale, skip)
         return loss
 
@@ -246,11 +241,28 @@ class AdamW(Optimizer):
         for group, lr in zip(self.param_groups, own_lrs):
             group["lr"] = lr.fill_(group["lr"]) if isinstance(lr, Tensor) else float(group["lr"])
 
-    def _batches(self) -> Iterator[tuple[tuple, list[Tensor], dict[str, Any]]]:
-        """Yield (key, parameters with gradients, group), where key is group, device and dtypes."""
+    def _batches(self, **scalars: Any) -> Iterator[tuple[tuple, list[Tensor], dict[str, Any]]]:
+        """Yield (key, parameters with gradients, group), where key is group, device and dtypes.
+
+        Raises:
+            ValueError: no implementation supports a parameter, a gradient or one of the scalars.
+        """
         for index, group in enumerate(self.param_groups):
             params = [param for param in group["params"] if param.grad is not None]
             for kind, batch in group_by(params, lambda p: (p.device, p.dtype, p.grad.dtype)):
+                device, dtype, _ = kind
+                if dtype not in PARAM_DTYPES:
+                    raise ValueError(
+                        f"parameters must be float32, bfloat16 or float16, got {dtype}"
+                    )
+                for layout in {param.grad.layout for param in batch} - {torch.strided}:
+                    raise ValueError(f"gradients must be dense (sparse=False), got {layout}")
+                for name, value in {"lr": group["lr"], **scalars}.items():
+                    if isinstance(value, Tensor) and (value.dim() or value.device != device):
+                        raise ValueError(
+                            f"{name} must be a tensor of shape () on {device}, got shape "
+                            f"{tuple(value.shape)} on {value.device}"
+                        )
                 yield (index, *kind), batch, group
 
     def _update(
@@ -387,18 +399,3 @@ def _loaded_state(param: Tensor, number: int, saved: dict[str, Tensor]) -> dict[
         state[name] = torch.empty(shape, dtype=torch.float32, device=param.device)
         state[name].copy_(value)
     return state
-
-
-def _check_batch(params: list[Tensor], **scalars: Any) -> None:
-    """Reject parameters, gradients and scalars that no implementation supports."""
-    device, dtype = params[0].device, params[0].dtype
-    if dtype not in PARAM_DTYPES:
-        raise ValueError(f"parameters must be float32, bfloat16 or float16, got {dtype}")
-    for layout in {param.grad.layout for param in params} - {torch.strided}:
-        raise ValueError(f"gradients must be dense (sparse=False), got {layout}")
-    for name, value in scalars.items():
-        if isinstance(value, Tensor) and (value.dim() or value.device != device):
-            raise ValueError(
-                f"{name} must be a tensor of shape () on {device}, got shape "
-                f"{tuple(value.shape)} on {value.device}"
-            )

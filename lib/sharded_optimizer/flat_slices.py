@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.flat import Bucket, InOrder, fill_buckets, start_all_reduce
+from lib.ddp.flat import Bucket, InOrder, fill_buckets, not_dense
 from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
 from lib.ddp.wrapper_base import wrapper_of
 from lib.sharded_optimizer.shards import Shard, make_shard, name_of, whole_shard
@@ -136,7 +136,8 @@ class FlatSlices(InOrder):
         bucket.works, bucket.sent, bucket.means = [work], [flat], [bucket.mean]
         # which gradients any rank has
         if presence is not None:
-            bucket.works += start_all_reduce([presence], self.op, self.group)
+            work = dist.all_reduce(presence, self.op, group=self.group, async_op=True)
+            bucket.works.append(work)
             bucket.means.append(presence)
             self.presence = presence
 
@@ -164,7 +165,12 @@ class FlatSlices(InOrder):
             # a wrapper has averaged them: take this rank's part
             self.check_parameters()
             for shard in self.shards:
-                shard.leaf.grad = shard.slice_of(shard.param.grad)
+                grad = shard.param.grad
+                if grad is not None and grad.shape != shard.leaf.shape:
+                    if grad.layout != torch.strided:
+                        raise not_dense(name_of(shard.param), grad)
+                    grad = grad.reshape(-1)[shard.start : shard.stop]  # (stop - start,)
+                shard.leaf.grad = grad
             return
         if not self.order:
             self._check_not_wrapped(self.params)

@@ -66,7 +66,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -89,12 +88,12 @@ from lib.optimizer.adamw import AdamW, Optimizer
 from lib.optimizer.schedule import clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import pack_shards, unpack_shards
-from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shards
 from lib.sharded_optimizer.whole_parameters import WholeParameters
 
 STRATEGIES = ("parameters", "flat")
-# This rank's shard of a parameter, given it and its number; None if it has none.
-ShardOf = Callable[[nn.Parameter, int], Shard | None]
+# Returns this rank's shards of parameters, whose numbers begin with the second argument.
+Divide = Callable[[list[nn.Parameter], int], list[Shard]]
 # Their update of an element reads no other one, so that a slice can be updated by itself.
 OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.SGD)
 
@@ -116,7 +115,7 @@ class ShardedOptimizer(Optimizer):
             subclass whose update of an element reads no other one.
         group: the ranks that share the state (default: all).
         strategy: `parameters` or `flat`, see above; or, for parameters that FSDP has divided among
-            the ranks, what returns this rank's shard of each. Ranks then exchange nothing here.
+            the ranks, what returns this rank's shards. Ranks then exchange nothing here.
         reduces_gradients: whether each rank's gradients are its own, to be averaged here; `flat`
             only.
         overlap: whether that happens during backward, bucket by bucket.
@@ -134,7 +133,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        strategy: Literal["parameters", "flat"] | ShardOf = "parameters",
+        strategy: Literal["parameters", "flat"] | Divide = "parameters",
         reduces_gradients: bool = False,
         overlap: bool = False,
         bucket_cap_mb: float = 25.0,
@@ -159,34 +158,33 @@ class ShardedOptimizer(Optimizer):
             return {name: str(value) for name, value in facts.items()} | self._facts()
 
         agree(checked, group)
-        # who averages gradients and sends parameters: `flat` both, `parameters` the latter
+        # who averages gradients and sends parameters: `flat` both, `parameters` only the latter
         self.flat: FlatSlices | None = None
         self.strategy: FlatSlices | WholeParameters | None = None
         if self.ranks > 1 and strategy == "flat":
             self.strategy = self.flat = FlatSlices(group, **options)
         elif self.ranks > 1 and strategy == "parameters":
             self.strategy = WholeParameters(group)
-        shard_of = whole_shard if isinstance(strategy, str) else strategy
 
         # the inner optimizer has this rank's shards of each parameter group
+        divide = whole_shards if isinstance(strategy, str) else strategy
+        if self.strategy:
+            divide = self.strategy.add
         self.shards: list[Shard] = []
-        first, inner_groups = 0, []
+        inner_groups, params = [], []
         for param_group in self.param_groups:
-            params = param_group["params"]
-            if self.strategy is not None:
-                shards = self.strategy.add(params, first)
-            else:
-                found = [shard_of(param, number) for number, param in enumerate(params, first)]
-                shards = [shard for shard in found if shard is not None]
-            first += len(params)
-            self.shards += shards
+            shards = divide(param_group["params"], len(params))
             leaves = [shard.leaf for shard in shards]
             inner_groups.append({**settings_of(param_group), "params": leaves})
+            self.shards += shards
+            params += param_group["params"]
         self.inner = on_each_rank(lambda: optimizer_cls(inner_groups, **kwargs), group)
         self.state = self.inner.state
+        self.is_double = any(p.dtype in (torch.float64, torch.complex128) for p in params)
         # shards that all ranks have, and update in the same way: of a divided module the vectors
-        is_whole = [shard.leaf is shard.param for shard in self.shards]
-        self.replicated = [] if self.shards_whole else list(compress(self.shards, is_whole))
+        self.replicated: list[Shard] = []
+        if not self.shards_whole:
+            self.replicated = [shard for shard in self.shards if shard.leaf is shard.param]
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse `copy.deepcopy` and pickle with a TypeError."""
@@ -265,10 +263,8 @@ class ShardedOptimizer(Optimizer):
         if self.ranks == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
-        params = [param for group in self.param_groups for param in group["params"]]
-        device = params[0].device if params else norm.device
-        wide = (torch.float64, torch.complex128)
-        is_double = any(param.dtype in wide for param in params)
+        params = (param for group in self.param_groups for param in group["params"])
+        device = (self.shards[0].leaf if self.shards else next(params, norm)).device
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
@@ -278,7 +274,7 @@ class ShardedOptimizer(Optimizer):
             once = grad_norm(replicated).to(device, torch.float64).square()
             others = (self.ranks - 1) * once
             square = torch.where(once.isfinite(), square - others, once)
-        return square.sqrt().to(torch.float64 if is_double else torch.float32)
+        return square.sqrt().to(torch.float64 if self.is_double else torch.float32)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -359,13 +355,10 @@ class ShardedOptimizer(Optimizer):
             if self.flat.arrived:
                 self.flat.finish_gradient_synchronization()
             self.flat.is_closed = False
-        # those of the shards, then those of whole parameters
-        for shard in self.shards:
-            if set_to_none or shard.leaf.grad is None:
-                shard.leaf.grad = None
-            else:
-                shard.leaf.grad.zero_()
-        super().zero_grad(set_to_none)
+        self.inner.zero_grad(set_to_none)
+        # and those of whole parameters, which a wrapper has averaged
+        if self.shards_whole:
+            super().zero_grad(set_to_none)
 
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool
@@ -438,7 +431,7 @@ class ShardedOptimizer(Optimizer):
 
 def _check_arguments(
     optimizer_cls: Any,
-    strategy: str | ShardOf,
+    strategy: str | Divide,
     *,
     reduces_gradients: bool,
     overlap: bool,

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-from lib.ddp.flat import not_dense
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,14 +29,6 @@ class Shard:
 
     In the parameter's shape if they are all that it has. Its `.grad` is their averaged gradient."""
 
-    def slice_of(self, grad: Tensor | None) -> Tensor | None:
-        """This shard's part of the whole parameter's gradient, a view where possible."""
-        if grad is None or grad.shape == self.leaf.shape:
-            return grad
-        if grad.layout != torch.strided:
-            raise not_dense(name_of(self.param), grad)
-        return grad.reshape(-1)[self.start : self.stop]  # (stop - start,)
-
 
 def name_of(param: Tensor) -> str:
     """A parameter in words, for an optimizer that was given no names."""
@@ -56,6 +45,11 @@ def make_shard(param: nn.Parameter, number: int, start: int, stop: int, weight: 
     if stop - start == param.numel():
         weight = weight.view(param.shape)
     return Shard(param, number, start, stop, nn.Parameter(weight))
+
+
+def whole_shards(params: list[nn.Parameter], first: int = 0) -> list[Shard]:
+    """The shards of all elements of parameters, which are numbered from `first`."""
+    return [whole_shard(param, number) for number, param in enumerate(params, first)]
 
 
 def whole_shard(param: nn.Parameter, number: int) -> Shard:

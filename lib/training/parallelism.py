@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lib.fsdp.wrapper import FSDP
     from lib.model.config import ModelConfig
     from lib.model.transformer import MeanLoss, TransformerLM
-    from lib.sharded_optimizer.optimizer import ShardOf
+    from lib.sharded_optimizer.optimizer import Divide
 
 
 class Parallel:
@@ -102,7 +102,7 @@ class Parallel:
     def _shard_optimizer(
         self,
         groups: list[dict[str, Any]],
-        strategy: Literal["parameters", "flat"] | ShardOf,
+        strategy: Literal["parameters", "flat"] | Divide,
         **options: Any,
     ) -> None:
         """Make an AdamW whose state is sharded; `options` are those of `ShardedOptimizer`."""
@@ -258,13 +258,13 @@ class FullySharded(Parallel):
                 part.forward = torch.compile(part.forward, dynamic=False)
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
-        from lib.fsdp.flat_parameters import shard_of
+        from lib.fsdp.flat_parameters import shards_of
 
         # weights: each rank keeps its shards; gradients are averaged into shards, too
         self.module = self.averager = divide_loss(loss, self.group)
 
         # optimizer: of the shards alone
-        self._shard_optimizer(parameter_groups(self.module.whole_parameters(), config), shard_of)
+        self._shard_optimizer(parameter_groups(self.module.whole_parameters(), config), shards_of)
 
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict after the last update: on rank 0's CPU, empty on others."""
@@ -305,7 +305,7 @@ class TorchFullySharded(FullySharded):
 
         self.module = self.averager = Peer(loss, self.group)
         groups = parameter_groups(self.model.parameters(), config)
-        self._shard_optimizer(groups, self.module.shard_of)
+        self._shard_optimizer(groups, self.module.shards_of)
 
 
 # The kind of each `ddp_wrapper` on several ranks.

@@ -62,29 +62,32 @@ class FullySharded(nn.Module):
             self.module.reshard()
         return loss
 
-    def shard_of(self, param: nn.Parameter, number: int) -> Shard | None:
-        """This rank's rows of a parameter, assigned as by `torch.chunk`; None if it has none.
+    def shards_of(self, params: list[nn.Parameter], first: int) -> list[Shard]:
+        """This rank's rows of parameters, numbered from `first`; assigned as by `torch.chunk`.
 
         Raises:
-            ValueError: the parameter is not sharded.
+            ValueError: a parameter is not sharded.
         """
-        if not isinstance(param, DTensor):
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} must be sharded by fully_shard before "
-                "the optimizer is created"
-            )
-        weight = param.to_local().detach().view(-1)  # (rows · elements of a row,)
-        if not weight.numel():
-            return None
-        rows = -(-param.shape[0] // param.device_mesh.size())
-        start = rank(self.group) * rows * math.prod(param.shape[1:])
-        self.shards.append(make_shard(param, number, start, start + weight.numel(), weight))
-        return self.shards[-1]
+        added = []
+        for number, param in enumerate(params, start=first):
+            if not isinstance(param, DTensor):
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} must be sharded by fully_shard "
+                    "before the optimizer is created"
+                )
+            weight = param.to_local().detach().view(-1)  # (rows · elements of a row,)
+            if weight.numel():
+                rows = -(-param.shape[0] // param.device_mesh.size())
+                start = rank(self.group) * rows * math.prod(param.shape[1:])
+                added.append(make_shard(param, number, start, start + weight.numel(), weight))
+        self.shards += added
+        return added
 
     def finish_gradient_synchronization(self) -> None:
-        """Give every shard its gradient, which FSDP2 has averaged in backward."""
+        """Move the gradients, which FSDP2 has averaged in backward, into the shards."""
         for shard in self.shards:
-            grad: Any = shard.param.grad
+            grad: Any
+            grad, shard.param.grad = shard.param.grad, None
             shard.leaf.grad = None if grad is None else grad.to_local().view(shard.leaf.shape)
 
     @contextlib.contextmanager
