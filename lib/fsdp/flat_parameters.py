@@ -201,22 +201,21 @@ class FlatParameters(Bucket):
 
     def show(self) -> None:
         """Let the model read the gathered parameters, whose gradients the placeholders get."""
-        if not self.gathered:
-            self.gathered = self.views(self.buffer.detach())
-            # to autograd the gathered tensors come from the placeholders, so that these get the
-            # gradients, and outlive what is gathered
-            trained = [index for index, is_trained in enumerate(self.trains) if is_trained]
-            if trained:
-                gathered = [self.gathered[index] for index in trained]
-                placeholders = [self.placeholders[index] for index in trained]
-                with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                    connected = WithGradients.apply(gathered, *placeholders)
-                for index, param in zip(trained, connected):
-                    self.gathered[index] = param
-            # a forward pass must not change them, and a saved weight is found by its memory
-            self.gathered_version = self.buffer._version
-            self.flat_at[self.buffer.untyped_storage()._cdata] = self
-            self.put(self.gathered)
+        self.gathered = self.views(self.buffer.detach())
+        # to autograd the gathered tensors come from the placeholders, so that these get the
+        # gradients, and outlive what is gathered
+        trained = [index for index, is_trained in enumerate(self.trains) if is_trained]
+        if trained:
+            gathered = [self.gathered[index] for index in trained]
+            placeholders = [self.placeholders[index] for index in trained]
+            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                connected = WithGradients.apply(gathered, *placeholders)
+            for index, param in zip(trained, connected):
+                self.gathered[index] = param
+        # a forward pass must not change them, and a saved weight is found by its memory
+        self.gathered_version = self.buffer._version
+        self.flat_at[self.buffer.untyped_storage()._cdata] = self
+        self.put(self.gathered)
 
     def put(self, params: list[Any]) -> None:
         """Make `params` (shards, placeholders or gathered parameters) the modules' parameters."""

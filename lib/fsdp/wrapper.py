@@ -138,16 +138,20 @@ class FSDP(GradientSync, Wrapper):
         self.has_unsent = self.must_finish = False
         # how tensors were saved for backward before this pass
         self.saving: Any = None
+        self._add_hooks(module)
+
+    def _add_hooks(self, module: nn.Module) -> None:
+        # parts gather their block before they run
         module.register_forward_pre_hook(functools.partial(self.before_forward, self))
+        for block in self.blocks:
+            for part in block.modules:
+                part.register_forward_pre_hook(self.before_forward)
+                part.register_forward_hook(functools.partial(self.after_forward, block))
         # state dicts hold whole parameters; PyTorch sets an attribute of the second hook
         inner = inner_module(module)
         inner.register_state_dict_pre_hook(lambda *args: self.follow_shards())
         inner.register_state_dict_post_hook(functools.partial(self._put_whole))
         inner.register_load_state_dict_pre_hook(self._take_parts)
-        for block in self.blocks:
-            for part in block.modules:
-                part.register_forward_pre_hook(self.before_forward)
-                part.register_forward_hook(functools.partial(self.after_forward, block))
 
     # Forward
 

@@ -268,7 +268,6 @@ class FullySharded(Parallel):
 
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict after the last update: on rank 0's CPU, empty on others."""
-        self.gather()
         full = self.module.full_parameters(on_first_only=True)
         names = self.model.state_dict()
         return {name: full[f"model.{name}"] for name in names if f"model.{name}" in full}
@@ -306,6 +305,10 @@ class TorchFullySharded(FullySharded):
         self.module = self.averager = Peer(loss, self.group)
         groups = parameter_groups(self.model.parameters(), config)
         self._shard_optimizer(groups, self.module.shards_of)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict after the last update: on rank 0's CPU, empty on others."""
+        return self.module.whole_state_dict()
 
 
 # The kind of each `ddp_wrapper` on several ranks.

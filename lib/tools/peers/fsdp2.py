@@ -99,10 +99,10 @@ class FullySharded(nn.Module):
         finally:
             self.module.set_requires_gradient_sync(True)
 
-    def full_parameters(self, *, on_first_only: bool = True) -> dict[str, Tensor]:
-        """Gather parameters and buffers on rank 0's CPU, one by one; empty on other ranks."""
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """Gather the model's state dict on rank 0's CPU, tensor by tensor; empty on other ranks."""
         found = {}
-        for name, tensor in self.module.state_dict().items():
+        for name, tensor in self.module.model.state_dict().items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank(self.group) == 0:
                 found[name] = whole.cpu()
