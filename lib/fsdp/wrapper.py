@@ -61,7 +61,7 @@ from lib.fsdp.blocks import (
     tensors_in,
 )
 from lib.fsdp.flat_parameters import VERSION, FlatParameters
-from lib.optimizer.schedule import clip_coefficient, grad_norm, group_by
+from lib.optimizer.adamw import clip_coefficient, grad_norm, group_by
 
 
 class FSDP(GradientSync, Wrapper):
@@ -458,7 +458,7 @@ class FSDP(GradientSync, Wrapper):
     def grad_norm(self) -> Tensor:
         """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
 
-        float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
+        float32, or float64 where a parameter is, as `lib.optimizer.adamw.grad_norm`.
         """
         if self.must_finish:
             raise RuntimeError(

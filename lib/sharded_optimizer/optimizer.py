@@ -84,8 +84,7 @@ from lib.ddp.process_group import (
     rank,
     world_size,
 )
-from lib.optimizer.adamw import AdamW, Optimizer
-from lib.optimizer.schedule import clip_coefficient, grad_norm
+from lib.optimizer.adamw import AdamW, Optimizer, clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import pack_shards, unpack_shards
 from lib.sharded_optimizer.shards import Shard, settings_of, whole_shards
@@ -252,7 +251,7 @@ class ShardedOptimizer(Optimizer):
     def grad_norm(self) -> Tensor:
         """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
 
-        float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
+        float32, or float64 where a parameter is, as `lib.optimizer.adamw.grad_norm`.
         """
         if self.flat:
             self.flat.finish_gradient_synchronization()
@@ -280,7 +279,7 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The same as `lib.optimizer.schedule.clip_grad_norm` of the averaged gradients, of which
+        The same as `lib.optimizer.adamw.clip_grad_norm` of the averaged gradients, of which
         each rank scales its own part.
 
         Raises:

@@ -21,8 +21,7 @@ from lib.fsdp.flat_parameters import shards_of
 from lib.lessons.simulated_network import simulated_group
 from lib.model.config import ModelConfig
 from lib.model.transformer import MeanLoss, TransformerLM
-from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm
+from lib.optimizer.adamw import AdamW, clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from lib.training.parallelism import divide_loss
 from tests.ddp.cases import Raise

@@ -24,8 +24,7 @@ from lib.ddp.process_group import (
     rank,
 )
 from lib.ddp.wrappers import wrap
-from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm
+from lib.optimizer.adamw import AdamW, clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ddp.cases import Raise, input_of, stack
