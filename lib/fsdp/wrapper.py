@@ -61,7 +61,7 @@ from lib.fsdp.blocks import (
     tensors_in,
 )
 from lib.fsdp.flat_parameters import VERSION, FlatParameters
-from lib.optimizer.adamw import clip_coefficient, grad_norm, group_by
+from lib.optimizer.adamw import clip_coefficient, grad_norm, group_by, scale_gradients
 
 
 class FSDP(GradientSync, Wrapper):
@@ -478,10 +478,7 @@ class FSDP(GradientSync, Wrapper):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
         norm = self.grad_norm()
-        coefficient = clip_coefficient(norm, max_norm)
-        for param in self.parameters():
-            if param.grad is not None:
-                param.grad.mul_(coefficient)
+        scale_gradients(self.parameters(), clip_coefficient(norm, max_norm))
         return norm
 
     # State, with whole parameters; all ranks call these methods and `state_dict`

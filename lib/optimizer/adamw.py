@@ -420,12 +420,7 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor
     # one norm of all gradients together, so that clipping keeps their direction
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = grad_norm(params)
-    coefficient = clip_coefficient(norm, max_norm)
-
-    # all of a device and dtype in a few kernels
-    grads = [param.grad for param in params if param.grad is not None]
-    for (device, _), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
-        torch._foreach_mul_(batch, coefficient.to(device, non_blocking=True))
+    scale_gradients(params, clip_coefficient(norm, max_norm))
     return norm
 
 
@@ -466,6 +461,14 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients by `factor`, 0-dim, in place; never waits for the device."""
+    # all of a device and dtype in a few kernels
+    grads = [param.grad for param in params if param.grad is not None]
+    for (device, _), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
+        torch._foreach_mul_(batch, factor.to(device, non_blocking=True))
 
 
 def group_by(

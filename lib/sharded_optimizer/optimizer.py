@@ -84,7 +84,13 @@ from lib.ddp.process_group import (
     rank,
     world_size,
 )
-from lib.optimizer.adamw import AdamW, Optimizer, clip_coefficient, grad_norm
+from lib.optimizer.adamw import (
+    AdamW,
+    Optimizer,
+    clip_coefficient,
+    grad_norm,
+    scale_gradients,
+)
 from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import pack_shards, unpack_shards
 from lib.sharded_optimizer.shards import Shard, settings_of, whole_shards
@@ -286,10 +292,8 @@ class ShardedOptimizer(Optimizer):
             ValueError: `max_norm` is negative.
         """
         norm = self.grad_norm()
-        coefficient = clip_coefficient(norm, max_norm)
-        grads = [shard.leaf.grad for shard in self.shards if shard.leaf.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, coefficient)
+        leaves = (shard.leaf for shard in self.shards)
+        scale_gradients(leaves, clip_coefficient(norm, max_norm))
         return norm
 
     @torch.no_grad()
