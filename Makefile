@@ -89,7 +89,7 @@ test-all: test ## the same and the slow tests
 test-gpu: $(TEST_READY) ## the tests that need a CUDA device
 	@$(PYTEST) -p no:nbval -m gpu
 
-mutants: $(TEST_READY) ## change five files in hundreds of small ways; list what no test notices
+mutants: $(TEST_READY) ## change six files in hundreds of small ways; list what no test notices
 	@$(PY) -m pip install --quiet --disable-pip-version-check mutmut==3.8.1
 	@OMP_NUM_THREADS=1 $(PY) -m mutmut run && $(PY) -m mutmut results
 

@@ -6,8 +6,7 @@ buckets. Subclasses say what `send` starts: an all-reduce in data parallelism (`
 reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
 
 `Bucket` is the layout: parameters side by side in one buffer, which can be cut into a slice per
-rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too, and start their
-reduce-scatters and all-gathers with it.
+rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too.
 
 One bucket of two parameters for two ranks, a slice being 4 elements:
 
@@ -21,17 +20,18 @@ import contextlib
 import functools
 import itertools
 import numbers
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.process_group import all_gather, as_real, global_rank, reduce_scatter, world_size
+from lib.ddp.process_group import as_real, global_rank, world_size
 
 # Fused optimizers read and write gradients this many bytes at a time.
 ALIGNMENT = 16
@@ -77,7 +77,7 @@ class Bucket:
         self.works: list[Any] = []
         self.sent: list[Tensor] = []
         self.means: list[Tensor] = []
-        # the all-gather under way: its handle, and what must live until then
+        # the all-gather under way: its handle, and what is sent, which must live until then
         self.gathering: tuple[Any, Tensor] | None = None
         self.lay_out(self.params[0].detach())
 
@@ -123,17 +123,6 @@ class Bucket:
             for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
 
-    def start_reduce_scatter(
-        self, flat: Tensor, group: dist.ProcessGroup | None, averages: bool
-    ) -> Tensor:
-        """Start to reduce each rank's buffer; return this rank's slice, of `receive_mean`."""
-        mean = flat.new_empty(self.slice_length)
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        self.works = [reduce_scatter(mean, flat, op=op, group=group, async_op=True)]
-        # what is sent lives until it has arrived
-        self.sent, self.means = [flat], [mean]
-        return mean
-
     def receive_mean(self, divisor: int) -> None:
         """Wait for what was sent (on a GPU only its stream waits), and divide the sums."""
         for work in self.works:
@@ -143,12 +132,6 @@ class Bucket:
             for tensor in self.means:
                 tensor.div_(divisor)
         self.works, self.sent, self.means = [], [], []
-
-    def start_all_gather(self, flat: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Start to fill the buffer `flat` with all ranks' slices, of which this rank has `own`."""
-        work = all_gather(flat, own, group=group, async_op=True)
-        # what is sent lives until it has arrived
-        self.gathering = work, own
 
     def wait(self) -> None:
         """Wait for the all-gather under way; on a GPU only its stream waits."""
@@ -202,7 +185,7 @@ def checked_cap(bucket_cap_mb: float) -> str:
 
 
 class GradientSync:
-    """A mixin for what averages gradients in backward, unless `no_sync` is on."""
+    """A mixin for what averages a module's gradients in backward, unless `no_sync` is on."""
 
     is_syncing = True
 
@@ -214,6 +197,36 @@ class GradientSync:
             yield
         finally:
             self.is_syncing = before
+
+    def note_parameters(self, module: nn.Module) -> None:
+        """Note the module's parameters and where they are, for `check_parameters`."""
+        self.find_parameters = functools.partial(module.named_parameters, remove_duplicate=False)
+        self.named = dict(self.find_parameters())
+        self.frozen = {name: param for name, param in self.named.items() if not param.requires_grad}
+        # the parameters and parts of each part
+        self.tables = [t for part in module.modules() for t in (part._parameters, part._modules)]
+        self.held = [value for table in self.tables for value in table.values()]
+
+    def check_parameters(self) -> None:
+        """Raise a `RuntimeError` if a parameter was added, replaced or unfrozen since."""
+        # quick, since each step does it: the same objects in the same places
+        found = [value for table in self.tables for value in table.values()]
+        if len(found) != len(self.held) or not all(map(operator.is_, found, self.held)):
+            # a parameter changed, or only parts without one
+            for name, param in self.find_parameters():
+                is_known = name in self.named
+                if param is not self.named.get(name) and (is_known or param.requires_grad):
+                    raise RuntimeError(
+                        f"parameter {name} was {'replaced' if is_known else 'added'} after the "
+                        "module was wrapped, for example by load_state_dict(assign=True); wrap the "
+                        "whole module again"
+                    )
+        for name, param in self.frozen.items():
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the module was wrapped and is trained now; "
+                    "wrap the module again"
+                )
 
 
 class InOrder(GradientSync):
@@ -234,8 +247,6 @@ class InOrder(GradientSync):
     overlaps = True
     # whether gradients that arrive now would be too late
     is_closed = False
-    # raises a RuntimeError if there are other parameters than those that are watched
-    check_parameters: Callable[[], None]
 
     def set_up(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
@@ -375,9 +386,7 @@ class InOrder(GradientSync):
     def _agree_on_order(self) -> None:
         """Make the buckets; with overlap, in the order in which rank 0's gradients arrived."""
         params = self.params
-        # NCCL averages; with gloo, sums are divided by the number of ranks
-        self.averages = has_average(params[0], self.group)
-        self.divisor = 1 if self.averages else self.ranks
+        self.op, self.divisor = averaging(params[0], self.group)
         # rank 0's order: gradients as they arrived, then parameters without one
         if self.overlaps:
             left = [id(param) for param in reversed(params) if id(param) not in self.arrived]
@@ -413,23 +422,25 @@ def not_finished() -> RuntimeError:
     )
 
 
-def has_average(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether the group's backend can average such a tensor by itself."""
-    return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "nccl"
+def averaging(tensor: Tensor, group: dist.ProcessGroup | None) -> tuple[Any, int]:
+    """How a group averages such a tensor: the operation to send it with, and a divisor after it.
 
-
-def start_all_reduce(
-    tensors: list[Tensor], group: dist.ProcessGroup | None, averages: bool
-) -> list[Any]:
-    """Start to sum contiguous tensors in place, or to average them; return what to wait for.
-
-    NCCL averages by itself and takes all tensors in one launch; others sum them one by one.
+    NCCL averages by itself; with gloo, sums are divided by the number of ranks.
     """
-    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-    if len(tensors) == 1 or not averages:
+    if tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return dist.ReduceOp.AVG, 1
+    return dist.ReduceOp.SUM, world_size(group)
+
+
+def start_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Start to reduce contiguous tensors in place; return what to wait for.
+
+    NCCL takes all tensors in one launch; other backends, which only sum, take them one by one.
+    """
+    if len(tensors) == 1 or op == dist.ReduceOp.SUM:
         return [dist.all_reduce(tensor, op, group=group, async_op=True) for tensor in tensors]
     # as dist.all_reduce_coalesced, which warns that it is deprecated
     options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = op  # type: ignore[assignment]  # PyTorch's stub asks for the wrapper
+    options.reduceOp = op
     real = [as_real(tensor) for tensor in tensors]
     return [(group or dist.group.WORLD).allreduce_coalesced(real, options)]

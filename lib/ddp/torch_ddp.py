@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.ddp.flat import add_hook, checked_cap
+from lib.ddp.flat import GradientSync, add_hook, checked_cap
 from lib.ddp.process_group import before_leaving, broadcast_module, world_size
-from lib.ddp.wrapper_base import Wrapper, check_not_wrapped
+from lib.ddp.wrapper_base import Wrapper, check_not_wrapped, inner_module
 
 
-class TorchDDP(Wrapper):
+class TorchDDP(GradientSync, Wrapper):
     """PyTorch's `DistributedDataParallel` behind the interface of the others.
 
     It averages during backward, which must reach every trained parameter, and needs no
@@ -41,7 +41,7 @@ class TorchDDP(Wrapper):
         # whether the last forward pass was in no_sync, and whether a backward pass followed it
         self.is_held_back = self.was_averaged = False
         broadcast_module(module, group, lambda: self._facts(bucket_cap_mb))
-        self.note_parameters()
+        self.note_parameters(inner_module(module))
         if world_size(group) > 1:
             # renamed in newer PyTorch; the old name warns
             names = inspect.signature(DistributedDataParallel).parameters
@@ -106,7 +106,7 @@ class TorchDDP(Wrapper):
                 "the last backward pass ran in no_sync(), and torch_ddp averages gradients in "
                 "backward only; run the last one outside of it"
             )
-        named = self.structure.named.items()
+        named = self.named.items()
         trained = [(name, param) for name, param in named if param.requires_grad]
         missed = [name for name, param in trained if param.grad is None]
         if missed and len(missed) < len(trained):
@@ -115,6 +115,6 @@ class TorchDDP(Wrapper):
                 "unless it reaches all; another wrapper, such as flashddp, can do without"
             )
 
-    def no_sync(self) -> contextlib.AbstractContextManager:
+    def no_sync(self) -> Any:  # a context manager
         """In the block, forward and backward passes only add up gradients on this rank."""
         return self.inner[0].no_sync() if self.inner else contextlib.nullcontext()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import torch.distributed as dist
@@ -14,55 +13,11 @@ from lib.core.settings import require
 from lib.ddp.process_group import world_size
 
 
-class Structure:
-    """The parts and parameters of a module, to check quickly in each step for changes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.named = dict(module.named_parameters(remove_duplicate=False))
-        self.tables = [t for part in module.modules() for t in (part._parameters, part._modules)]
-        self.held = self._found()
-
-    def _found(self) -> list[Any]:
-        return [value for table in self.tables for value in table.values()]
-
-    def check(self) -> None:
-        """Raise a `RuntimeError` if a parameter was replaced, or a trained one added."""
-        found = self._found()
-        if len(found) == len(self.held) and all(map(operator.is_, found, self.held)):
-            return
-        # something changed: a parameter, or only parts without one
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            is_known = name in self.named
-            if param is not self.named.get(name) and (is_known or param.requires_grad):
-                raise RuntimeError(
-                    f"parameter {name} was {'replaced' if is_known else 'added'} after the module "
-                    "was wrapped, for example by load_state_dict(assign=True); wrap the whole "
-                    "module again"
-                )
-
-
 class Wrapper(nn.Module):
     """A module around another one, `module`, with that one's state dict."""
 
     module: nn.Module
     group: dist.ProcessGroup | None
-
-    def note_parameters(self) -> None:
-        """Note the module's parameters and where they are, for `check_parameters`."""
-        self.structure = Structure(inner_module(self.module))
-        named = self.structure.named
-        self.frozen = {name: param for name, param in named.items() if not param.requires_grad}
-
-    def check_parameters(self) -> None:
-        """Raise a `RuntimeError` if a parameter was added, replaced or unfrozen since wrapping."""
-        self.structure.check()
-        for name, param in self.frozen.items():
-            if param.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was frozen when the module was wrapped and is trained now; "
-                    "wrap the module again"
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for `copy.deepcopy` and pickle.

@@ -43,9 +43,9 @@ from lib.core.settings import require
 from lib.ddp.flat import (
     Bucket,
     InOrder,
+    averaging,
     checked_cap,
     fill_buckets,
-    has_average,
     not_finished,
     start_all_reduce,
 )
@@ -79,7 +79,7 @@ class DataParallel(InOrder, Wrapper):
         super().__init__()
         self.module = module
         self.set_up(group)
-        self.note_parameters()
+        self.note_parameters(inner_module(module))
         # all start with rank 0's weights
         broadcast_module(module, group, self._facts)
         if self.ranks > 1:
@@ -138,7 +138,7 @@ class DataParallel(InOrder, Wrapper):
             self.presence = tensors[-1][-len(presence) :]  # (parameters,)
         # don't wait: backward goes on
         bucket.means = tensors
-        bucket.works = start_all_reduce(tensors, self.group, self.averages)
+        bucket.works = start_all_reduce(tensors, self.op, self.group)
 
 
 class NaiveDDP(DataParallel):
@@ -196,7 +196,7 @@ class BucketedDDP(OverlappedDDP):
         # before the ranks compare it
         self.bucket_cap_mb = bucket_cap_mb
         super().__init__(module, group=group)
-        self.packed = not all(has_average(param, group) for param in self.params)
+        self.packed = any(averaging(param, group)[1] > 1 for param in self.params)
 
     def _facts(self) -> dict[str, str]:
         return super()._facts() | {"bucket_cap_mb": checked_cap(self.bucket_cap_mb)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lib.core.settings import require
 from lib.fsdp.flat_parameters import FlatParameters, Places
-from lib.optimizer.schedule import group_by
+from lib.optimizer.adamw import group_by
 
 # Modules that are gathered together: one, or several that run one after another.
 BlockOf = nn.Module | Sequence[nn.Module]

@@ -29,13 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.ranges import annotate
-from lib.ddp.flat import Bucket, Part, has_average, not_dense
-from lib.ddp.process_group import (
-    all_gather,
-    mark_sharded,
-    rank,
-    world_size,
-)
+from lib.ddp.flat import Bucket, Part, averaging, not_dense
+from lib.ddp.process_group import all_gather, mark_sharded, rank, reduce_scatter, world_size
+from lib.sharded_optimizer.shards import Shard, whole_shard
 
 # The number that grows when a tensor is changed in place.
 VERSION = operator.attrgetter("_version")
@@ -138,7 +134,7 @@ class FlatParameters(Bucket):
         self.placeholders = [Placeholder(self, i) for i in range(len(self.shards))]
         self.trains = [shard.requires_grad for shard in self.shards]
         self.is_trained = any(self.trains)
-        self.averages = has_average(self.mine, self.group)
+        self.op, self.divisor = averaging(self.mine, self.group)
         # what `buffer` is while nothing is gathered
         self.nothing = self.buffer = self.mine.new_empty(0)
 
@@ -200,26 +196,26 @@ class FlatParameters(Bucket):
             self.buffer.copy_(sent)
             return
         with annotate("all-gather"):
-            self.start_all_gather(self.buffer, sent, self.group)
+            work = all_gather(self.buffer, sent, group=self.group, async_op=True)
+        self.gathering = work, sent
 
     def show(self) -> None:
         """Let the model read the gathered parameters, whose gradients the placeholders get."""
-        if not self.gathered:
-            self.gathered = self.views(self.buffer.detach())
-            # to autograd the gathered tensors come from the placeholders, so that these get the
-            # gradients, and outlive what is gathered
-            trained = [index for index, is_trained in enumerate(self.trains) if is_trained]
-            if trained:
-                gathered = [self.gathered[index] for index in trained]
-                placeholders = [self.placeholders[index] for index in trained]
-                with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                    connected = WithGradients.apply(gathered, *placeholders)
-                for index, param in zip(trained, connected):
-                    self.gathered[index] = param
-            # a forward pass must not change them, and a saved weight is found by its memory
-            self.gathered_version = self.buffer._version
-            self.flat_at[self.buffer.untyped_storage()._cdata] = self
-            self.put(self.gathered)
+        self.gathered = self.views(self.buffer.detach())
+        # to autograd the gathered tensors come from the placeholders, so that these get the
+        # gradients, and outlive what is gathered
+        trained = [index for index, is_trained in enumerate(self.trains) if is_trained]
+        if trained:
+            gathered = [self.gathered[index] for index in trained]
+            placeholders = [self.placeholders[index] for index in trained]
+            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                connected = WithGradients.apply(gathered, *placeholders)
+            for index, param in zip(trained, connected):
+                self.gathered[index] = param
+        # a forward pass must not change them, and a saved weight is found by its memory
+        self.gathered_version = self.buffer._version
+        self.flat_at[self.buffer.untyped_storage()._cdata] = self
+        self.put(self.gathered)
 
     def put(self, params: list[Any]) -> None:
         """Make `params` (shards, placeholders or gathered parameters) the modules' parameters."""
@@ -245,8 +241,11 @@ class FlatParameters(Bucket):
 
     # Gradients: reduce-scattered when backward has passed the block
 
-    def take_gradients(self, *, send: bool) -> None:
-        """Move the whole gradients into one flat tensor, and send it or keep it for later."""
+    def send(self, *, now: bool) -> None:
+        """Move the whole gradients into one flat tensor, and start its reduce-scatter.
+
+        Without `now` it is kept, to be sent with later gradients.
+        """
         # take them off the placeholders
         grads: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -262,7 +261,7 @@ class FlatParameters(Bucket):
 
         # pack them, or add them to those that wait; zeros for parameters without a gradient
         add = self.added is not None
-        if self.added is None and (grads or send):
+        if self.added is None and (grads or now):
             make = torch.empty if len(grads) == len(self.placeholders) else torch.zeros
             self.added = make(self.length, dtype=self.grad_dtype, device=self.mine.device)
         if grads:
@@ -271,18 +270,19 @@ class FlatParameters(Bucket):
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))
 
         # in no_sync they wait
-        if not send:
+        if not now:
             if self.added is not None:
                 self._show_unsent(self.added)
             return
         # this rank gets the mean of its slice
         flat: Any
         flat, self.added = self.added, None  # (ranks · slice_length,)
-        if self.ranks == 1:
-            self.mean = flat
-            return
-        with annotate("reduce-scatter"):
-            self.mean = self.start_reduce_scatter(flat, self.group, self.averages)
+        self.mean = flat
+        if self.ranks > 1:
+            self.mean = flat.new_empty(self.slice_length)
+            with annotate("reduce-scatter"):
+                work = reduce_scatter(self.mean, flat, op=self.op, group=self.group, async_op=True)
+            self.works, self.sent, self.means = [work], [flat], [self.mean]
 
     def _show_unsent(self, added: Tensor) -> None:
         """Set the shards' `.grad` to this rank's own gradient, so that clearing it is noticed."""
@@ -322,10 +322,10 @@ class FlatParameters(Bucket):
         for index in changed:
             views[index].zero_()
 
-    def add_mean(self) -> None:
+    def receive_mean(self, divisor: int) -> None:
         """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
         # the sum over the ranks becomes their mean
-        self.receive_mean(1 if self.averages else self.ranks)
+        super().receive_mean(divisor)
         mean, self.mean = self.mean, None  # (slice_length,)
         # each shard gets its part of the slice
         for index, (shard, at) in enumerate(zip(self.shards, self.at)):
@@ -388,6 +388,19 @@ class Placeholder(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
+
+
+def shards_of(params: list[nn.Parameter], first: int) -> list[Shard]:
+    """This rank's shards of `FSDP.whole_parameters`, numbered from `first`; vectors are whole."""
+    shards = []
+    for number, param in enumerate(params, first):
+        if not isinstance(param, Placeholder):
+            shards.append(whole_shard(param, number))
+            continue
+        part, leaf = param.flat.own[param.number], param.flat.shards[param.number]
+        if part.stop > part.start:
+            shards.append(Shard(param, number, part.start, part.stop, leaf))
+    return shards
 
 
 def _gathered(placeholder: Placeholder) -> Tensor:

@@ -49,9 +49,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.flat import GradientSync, has_average, not_finished
+from lib.ddp.flat import GradientSync, averaging, not_finished
 from lib.ddp.process_group import broadcast_module, rank, world_size
-from lib.ddp.wrapper_base import Structure, Wrapper, inner_module
+from lib.ddp.wrapper_base import Wrapper, inner_module
 from lib.fsdp.blocks import (
     Block,
     BlockOf,
@@ -61,7 +61,7 @@ from lib.fsdp.blocks import (
     tensors_in,
 )
 from lib.fsdp.flat_parameters import VERSION, FlatParameters
-from lib.optimizer.schedule import clip_coefficient, grad_norm, group_by
+from lib.optimizer.adamw import clip_coefficient, grad_norm, group_by, scale_gradients
 
 
 class FSDP(GradientSync, Wrapper):
@@ -98,6 +98,8 @@ class FSDP(GradientSync, Wrapper):
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
         self.prefetches = prefetch
+        like = next(module.parameters(), torch.empty(0))
+        self.op, self.divisor = averaging(like, group)
         given = default_blocks(module) if blocks is None else blocks
         chosen = [[part] if isinstance(part, nn.Module) else list(part) for part in given]
         kept = list(full_precision)
@@ -110,7 +112,9 @@ class FSDP(GradientSync, Wrapper):
         # all, in the order of the forward pass
         self.all_blocks = [self.unblocked, *self.blocks]
         self.flats = [flat for block in self.all_blocks for flat in block.flats]
-        self.structure = Structure(module)
+        self.note_parameters(module)
+        # shards may be frozen and trained at any time
+        self.frozen = {}
         # the block of each module; `self` stands for what is outside of all others
         self.block_of: dict[nn.Module, Block] = {self: self.unblocked}
         self.block_of |= {part: block for block in self.blocks for part in block.modules}
@@ -134,16 +138,20 @@ class FSDP(GradientSync, Wrapper):
         self.has_unsent = self.must_finish = False
         # how tensors were saved for backward before this pass
         self.saving: Any = None
+        self._add_hooks(module)
+
+    def _add_hooks(self, module: nn.Module) -> None:
+        # parts gather their block before they run
         module.register_forward_pre_hook(functools.partial(self.before_forward, self))
+        for block in self.blocks:
+            for part in block.modules:
+                part.register_forward_pre_hook(self.before_forward)
+                part.register_forward_hook(functools.partial(self.after_forward, block))
         # state dicts hold whole parameters; PyTorch sets an attribute of the second hook
         inner = inner_module(module)
         inner.register_state_dict_pre_hook(lambda *args: self.follow_shards())
         inner.register_state_dict_post_hook(functools.partial(self._put_whole))
         inner.register_load_state_dict_pre_hook(self._take_parts)
-        for block in self.blocks:
-            for part in block.modules:
-                part.register_forward_pre_hook(self.before_forward)
-                part.register_forward_hook(functools.partial(self.after_forward, block))
 
     # Forward
 
@@ -293,14 +301,14 @@ class FSDP(GradientSync, Wrapper):
         self.receive()
         trained = [flat for flat in block.flats if flat.is_trained]
         for flat in trained:
-            flat.take_gradients(send=self.is_syncing)
+            flat.send(now=self.is_syncing)
         if self.is_syncing:
             self.reducing = trained
 
     def receive(self) -> None:
         """Wait for the gradients that were sent last, and add their means to the shards'."""
         for flat in self.reducing:
-            flat.add_mean()
+            flat.receive_mean(flat.divisor)
         self.reducing = []
 
     # Passes
@@ -308,7 +316,7 @@ class FSDP(GradientSync, Wrapper):
     def follow_shards(self) -> None:
         """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
         self.settle()
-        self.structure.check()
+        self.check_parameters()
         # what a pass without backward left
         self.drop()
         for flat in self.flats:
@@ -435,13 +443,11 @@ class FSDP(GradientSync, Wrapper):
             if not has:
                 presence[index] = 0
         # one all-reduce for each dtype
-        averages = has_average(presence, self.group)
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            dist.all_reduce(joined, op, group=self.group, async_op=True).wait()
-            if not averages:
-                joined.div_(self.ranks)
+            dist.all_reduce(joined, self.op, group=self.group, async_op=True).wait()
+            if self.divisor > 1:
+                joined.div_(self.divisor)
             means = joined.split([tensor.numel() for tensor in tensors])
             views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
             torch._foreach_copy_(tensors, views)
@@ -452,7 +458,7 @@ class FSDP(GradientSync, Wrapper):
     def grad_norm(self) -> Tensor:
         """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
 
-        float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
+        float32, or float64 where a parameter is, as `lib.optimizer.adamw.grad_norm`.
         """
         if self.must_finish:
             raise RuntimeError(
@@ -472,10 +478,7 @@ class FSDP(GradientSync, Wrapper):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
         norm = self.grad_norm()
-        coefficient = clip_coefficient(norm, max_norm)
-        for param in self.parameters():
-            if param.grad is not None:
-                param.grad.mul_(coefficient)
+        scale_gradients(self.parameters(), clip_coefficient(norm, max_norm))
         return norm
 
     # State, with whole parameters; all ranks call these methods and `state_dict`
@@ -498,6 +501,14 @@ class FSDP(GradientSync, Wrapper):
         elif rank(self.group) == 0:
             whole |= {name: p.detach().to("cpu", copy=True) for name, p in self.vectors.items()}
         return {name: whole[name] for name, _ in self.module.named_parameters() if name in whole}
+
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Parameters in their whole shapes, in the module's order; divided ones have no memory.
+
+        They are what `ShardedOptimizer` is given, with `shards_of` as its strategy.
+        """
+        whole = {n: w for flat in self.flats for n, w in zip(flat.names, flat.placeholders)}
+        return [whole.get(name, param) for name, param in self.module.named_parameters()]
 
     def _put_whole(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace the shards in the module's state dict by whole parameters, on all ranks."""

@@ -1,11 +1,11 @@
-"""AdamW in `adamw.py`; the learning-rate schedule and gradient clipping in `schedule.py`."""
+"""AdamW and gradient clipping in `adamw.py`; the learning-rate schedule in `schedule.py`."""
 
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "adamw": ["AdamW"],
-        "schedule": ["cosine_lr", "clip_grad_norm"],
+        "adamw": ["AdamW", "clip_grad_norm"],
+        "schedule": ["cosine_lr"],
     },
 )

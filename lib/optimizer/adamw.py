@@ -2,6 +2,7 @@
 
 `reference_update` is the algorithm, `foreach_update` the same for many parameters at once, and
 `lib.optimizer.adamw_triton` runs it as a single pass over memory. `AdamW` picks one of them.
+Below is what comes before an update: the norm of all gradients, and clipping.
 """
 
 import logging
@@ -15,7 +16,6 @@ from torch import Tensor
 from lib.core.hardware import runs_triton
 from lib.core.settings import require
 from lib.core.terminal import warn_once
-from lib.optimizer.schedule import grad_norm, group_by
 
 IMPLEMENTATIONS = ("auto", "reference", "foreach", "triton")
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -196,13 +196,8 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        # all are checked before any is updated
-        batches = list(self._batches())
-        for _, params, group in batches:
-            _check_batch(params, lr=group["lr"], grad_scale=grad_scale, skip=skip)
-
-        # a batch at a time: one group, device and dtype
-        for key, params, group in batches:
+        # a batch at a time: one group, device and dtype; all are checked before any is updated
+        for key, params, group in list(self._batches(grad_scale=grad_scale, skip=skip)):
             self._update(key, params, group, grad_scale, skip)
         return loss
 
@@ -246,11 +241,28 @@ class AdamW(Optimizer):
         for group, lr in zip(self.param_groups, own_lrs):
             group["lr"] = lr.fill_(group["lr"]) if isinstance(lr, Tensor) else float(group["lr"])
 
-    def _batches(self) -> Iterator[tuple[tuple, list[Tensor], dict[str, Any]]]:
-        """Yield (key, parameters with gradients, group), where key is group, device and dtypes."""
+    def _batches(self, **scalars: Any) -> Iterator[tuple[tuple, list[Tensor], dict[str, Any]]]:
+        """Yield (key, parameters with gradients, group), where key is group, device and dtypes.
+
+        Raises:
+            ValueError: no implementation supports a parameter, a gradient or one of the scalars.
+        """
         for index, group in enumerate(self.param_groups):
             params = [param for param in group["params"] if param.grad is not None]
             for kind, batch in group_by(params, lambda p: (p.device, p.dtype, p.grad.dtype)):
+                device, dtype, _ = kind
+                if dtype not in PARAM_DTYPES:
+                    raise ValueError(
+                        f"parameters must be float32, bfloat16 or float16, got {dtype}"
+                    )
+                for layout in {param.grad.layout for param in batch} - {torch.strided}:
+                    raise ValueError(f"gradients must be dense (sparse=False), got {layout}")
+                for name, value in {"lr": group["lr"], **scalars}.items():
+                    if isinstance(value, Tensor) and (value.dim() or value.device != device):
+                        raise ValueError(
+                            f"{name} must be a tensor of shape () on {device}, got shape "
+                            f"{tuple(value.shape)} on {value.device}"
+                        )
                 yield (index, *kind), batch, group
 
     def _update(
@@ -389,16 +401,81 @@ def _loaded_state(param: Tensor, number: int, saved: dict[str, Tensor]) -> dict[
     return state
 
 
-def _check_batch(params: list[Tensor], **scalars: Any) -> None:
-    """Reject parameters, gradients and scalars that no implementation supports."""
-    device, dtype = params[0].device, params[0].dtype
-    if dtype not in PARAM_DTYPES:
-        raise ValueError(f"parameters must be float32, bfloat16 or float16, got {dtype}")
-    for layout in {param.grad.layout for param in params} - {torch.strided}:
-        raise ValueError(f"gradients must be dense (sparse=False), got {layout}")
-    for name, value in scalars.items():
-        if isinstance(value, Tensor) and (value.dim() or value.device != device):
-            raise ValueError(
-                f"{name} must be a tensor of shape () on {device}, got shape "
-                f"{tuple(value.shape)} on {value.device}"
-            )
+# Gradients: their norm, and clipping
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients in place so that their joint L2 norm is at most `max_norm`.
+
+    The same as `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013, arXiv:1211.5063, Algorithm
+    1). Never waits for the device.
+
+    Returns:
+        The norm before clipping, as `grad_norm` does.
+
+    Raises:
+        ValueError: `max_norm` is negative.
+    """
+    # one norm of all gradients together, so that clipping keeps their direction
+    params = [params] if isinstance(params, Tensor) else list(params)
+    norm = grad_norm(params)
+    scale_gradients(params, clip_coefficient(norm, max_norm))
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(params: Tensor | Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients together: 0-dim, float32, on the gradients' device.
+
+    Reads each gradient once, sums in float32, and never waits for the device. With a float64
+    gradient among them, sums and result are float64.
+    """
+    params = [params] if isinstance(params, Tensor) else list(params)
+    grads = [param.grad for param in params if param.grad is not None]
+    device = grads[0].device if grads else params[0].device if params else None
+
+    # the norm of each gradient
+    norms = []
+    for (_, dtype), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
+        # PyTorch refuses a norm in a narrower dtype than the gradient's
+        norm_dtype = None if dtype.itemsize > 4 else torch.float32
+        norms += torch._foreach_norm(batch, 2, dtype=norm_dtype)
+    if not norms:
+        return torch.zeros((), device=device)
+
+    # the norm of the norms is that of all numbers
+    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    norms = [norm.to(device, dtype, non_blocking=True) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor, 0-dim and at most 1, that brings gradients of norm `norm` to `max_norm`.
+
+    As `grad_scale` of `AdamW.step` it clips without a pass of its own over the gradients.
+
+    Raises:
+        ValueError: `max_norm` is negative.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients by `factor`, 0-dim, in place; never waits for the device."""
+    # all of a device and dtype in a few kernels
+    grads = [param.grad for param in params if param.grad is not None]
+    for (device, _), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
+        torch._foreach_mul_(batch, factor.to(device, non_blocking=True))
+
+
+def group_by(
+    tensors: Iterable[Tensor], key: Callable[[Tensor], Hashable]
+) -> list[tuple[Any, list[Tensor]]]:
+    """Return (key, tensors) pairs; keys and tensors stay in the order in which they came."""
+    groups: dict[Hashable, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(key(tensor), []).append(tensor)
+    return list(groups.items())

@@ -28,16 +28,10 @@ from torch import Tensor, nn
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.flat import Bucket, InOrder, fill_buckets, start_all_reduce
-from lib.ddp.process_group import rank, world_size
+from lib.ddp.flat import Bucket, InOrder, fill_buckets, not_dense
+from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
 from lib.ddp.wrapper_base import wrapper_of
-from lib.sharded_optimizer.shards import (
-    Shard,
-    ShardingStrategy,
-    make_shard,
-    name_of,
-    whole_shard,
-)
+from lib.sharded_optimizer.shards import Shard, make_shard, name_of, whole_shard
 
 
 class FlatBucket(Bucket):
@@ -60,7 +54,7 @@ class FlatBucket(Bucket):
         self.mean: Tensor | None = None
 
 
-class FlatSlices(InOrder, ShardingStrategy):
+class FlatSlices(InOrder):
     """Cuts every bucket of parameters into a slice per rank. Frozen parameters must stay frozen.
 
     Args:
@@ -80,14 +74,16 @@ class FlatSlices(InOrder, ShardingStrategy):
         bucket_cap_mb: float,
         overlap: bool,
     ) -> None:
-        super().__init__(group)
         self.set_up(group)
         self.reduces_gradients, self.overlaps = reduces_gradients, overlap
         self.cap_bytes = bucket_cap_mb * 2**20
         self.buckets: list[FlatBucket] = []
-        self.frozen: list[nn.Parameter] = []
-        # buckets that a forward pass waits for instead of the step
+        self.shards: list[Shard] = []
+        self.untrained: list[nn.Parameter] = []
+        # buckets that a forward pass waits for instead of the step; whether forward passes, which a
+        # CUDA graph captures, also start `gather_parameters`, and whether one must still
         self.awaited_in_forward: set[FlatBucket] = set()
+        self.starts_in_forward = self.must_gather = False
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""
@@ -96,7 +92,7 @@ class FlatSlices(InOrder, ShardingStrategy):
 
         # frozen ones have no state, and stay where they are
         frozen = [param for param in params if not param.requires_grad]
-        self.frozen += frozen
+        self.untrained += frozen
         added = [whole_shard(param, numbers[param]) for param in frozen if rank(self.group) == 0]
 
         # trained ones fill buckets in reverse order, about that in which gradients arrive
@@ -134,11 +130,14 @@ class FlatSlices(InOrder, ShardingStrategy):
         flat = bucket.pack([param.grad for param in bucket.params])  # (ranks · slice_length,)
         for param in bucket.params:
             param.grad = None
-        # this rank gets the mean of its slice
-        bucket.mean = bucket.start_reduce_scatter(flat, self.group, self.averages)
+        # this rank gets the mean of its slice; what is sent lives until then
+        bucket.mean = flat.new_empty(bucket.slice_length)
+        work = reduce_scatter(bucket.mean, flat, op=self.op, group=self.group, async_op=True)
+        bucket.works, bucket.sent, bucket.means = [work], [flat], [bucket.mean]
         # which gradients any rank has
         if presence is not None:
-            bucket.works += start_all_reduce([presence], self.group, self.averages)
+            work = dist.all_reduce(presence, self.op, group=self.group, async_op=True)
+            bucket.works.append(work)
             bucket.means.append(presence)
             self.presence = presence
 
@@ -166,7 +165,12 @@ class FlatSlices(InOrder, ShardingStrategy):
             # a wrapper has averaged them: take this rank's part
             self.check_parameters()
             for shard in self.shards:
-                shard.leaf.grad = shard.slice_of(shard.param.grad)
+                grad = shard.param.grad
+                if grad is not None and grad.shape != shard.leaf.shape:
+                    if grad.layout != torch.strided:
+                        raise not_dense(name_of(shard.param), grad)
+                    grad = grad.reshape(-1)[shard.start : shard.stop]  # (stop - start,)
+                shard.leaf.grad = grad
             return
         if not self.order:
             self._check_not_wrapped(self.params)
@@ -192,7 +196,7 @@ class FlatSlices(InOrder, ShardingStrategy):
                         f"{name_of(param)} was moved to other memory after the optimizer was "
                         "created, for example by module.to(); move and convert modules before"
                     )
-        for param in self.frozen:
+        for param in self.untrained:
             if param.requires_grad:
                 raise RuntimeError(
                     f"{name_of(param)} was frozen when the optimizer was created and is trained "
@@ -217,7 +221,9 @@ class FlatSlices(InOrder, ShardingStrategy):
         with annotate("all-gather"):
             # forward needs first what backward finished last
             for bucket in reversed(order):
-                bucket.start_all_gather(bucket.buffer, bucket.mine, self.group)
+                own = bucket.mine
+                work = all_gather(bucket.buffer, own, group=self.group, async_op=True)
+                bucket.gathering = work, own
             for bucket in order:
                 if bucket not in self.awaited_in_forward:
                     bucket.wait()

@@ -84,17 +84,21 @@ from lib.ddp.process_group import (
     rank,
     world_size,
 )
-from lib.optimizer.adamw import AdamW, Optimizer
-from lib.optimizer.schedule import clip_coefficient, grad_norm
-from lib.sharded_optimizer.flat_slices import FlatSlices
-from lib.sharded_optimizer.saved_state import (
-    pack_shards,
-    unpack_shards,
+from lib.optimizer.adamw import (
+    AdamW,
+    Optimizer,
+    clip_coefficient,
+    grad_norm,
+    scale_gradients,
 )
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, settings_of
+from lib.sharded_optimizer.flat_slices import FlatSlices
+from lib.sharded_optimizer.saved_state import pack_shards, unpack_shards
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shards
 from lib.sharded_optimizer.whole_parameters import WholeParameters
 
 STRATEGIES = ("parameters", "flat")
+# Returns this rank's shards of parameters, whose numbers begin with the second argument.
+Divide = Callable[[list[nn.Parameter], int], list[Shard]]
 # Their update of an element reads no other one, so that a slice can be updated by itself.
 OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.SGD)
 
@@ -115,8 +119,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: `lib.optimizer.adamw.AdamW`, torch.optim.AdamW, torch.optim.SGD, or a
             subclass whose update of an element reads no other one.
         group: the ranks that share the state (default: all).
-        strategy: `parameters` or `flat`, see above; or a `ShardingStrategy`, such as one for
-            parameters that FSDP has already divided among the ranks.
+        strategy: `parameters` or `flat`, see above; or, for parameters that FSDP has divided among
+            the ranks, what returns this rank's shards. Ranks then exchange nothing here.
         reduces_gradients: whether each rank's gradients are its own, to be averaged here; `flat`
             only.
         overlap: whether that happens during backward, bucket by bucket.
@@ -134,7 +138,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        strategy: Literal["parameters", "flat"] | ShardingStrategy = "parameters",
+        strategy: Literal["parameters", "flat"] | Divide = "parameters",
         reduces_gradients: bool = False,
         overlap: bool = False,
         bucket_cap_mb: float = 25.0,
@@ -154,22 +158,38 @@ class ShardedOptimizer(Optimizer):
             # without parameters, to learn its defaults
             defaults = dict(optimizer_cls([{"params": []}], **kwargs).defaults)
             Optimizer.__init__(self, params, defaults)
-            name = strategy if isinstance(strategy, str) else type(strategy).__name__
+            name = strategy if isinstance(strategy, str) else strategy.__qualname__
             facts = {"strategy": name, "optimizer_cls": optimizer_cls.__qualname__} | options
             return {name: str(value) for name, value in facts.items()} | self._facts()
 
         agree(checked, group)
-        self.strategy = _make_strategy(strategy, group, options)
+        # who averages gradients and sends parameters: `flat` both, `parameters` only the latter
+        self.flat: FlatSlices | None = None
+        self.strategy: FlatSlices | WholeParameters | None = None
+        if self.ranks > 1 and strategy == "flat":
+            self.strategy = self.flat = FlatSlices(group, **options)
+        elif self.ranks > 1 and strategy == "parameters":
+            self.strategy = WholeParameters(group)
 
         # the inner optimizer has this rank's shards of each parameter group
-        first, inner_groups = 0, []
+        divide = whole_shards if isinstance(strategy, str) else strategy
+        if self.strategy:
+            divide = self.strategy.add
+        self.shards: list[Shard] = []
+        inner_groups, params = [], []
         for param_group in self.param_groups:
-            shards = self.strategy.add(param_group["params"], first)
-            first += len(param_group["params"])
+            shards = divide(param_group["params"], len(params))
             leaves = [shard.leaf for shard in shards]
             inner_groups.append({**settings_of(param_group), "params": leaves})
+            self.shards += shards
+            params += param_group["params"]
         self.inner = on_each_rank(lambda: optimizer_cls(inner_groups, **kwargs), group)
         self.state = self.inner.state
+        self.is_double = any(p.dtype in (torch.float64, torch.complex128) for p in params)
+        # shards that all ranks have, and update in the same way: of a divided module the vectors
+        self.replicated: list[Shard] = []
+        if not self.shards_whole:
+            self.replicated = [shard for shard in self.shards if shard.leaf is shard.param]
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse `copy.deepcopy` and pickle with a TypeError."""
@@ -215,14 +235,9 @@ class ShardedOptimizer(Optimizer):
                 facts[f"{name} of parameter group {index}"] = str(shown)
         return facts
 
-    @property
-    def shards(self) -> list[Shard]:
-        """The shards that this rank updates, in the order of the inner optimizer."""
-        return self.strategy.shards
-
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, backward passes only add up gradients on this rank (for `overlap`)."""
-        return self.strategy.no_sync()
+        return self.flat.no_sync() if self.flat else contextlib.nullcontext()
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -235,52 +250,50 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: a parameter was moved, or gradients came after they were averaged.
         """
-        self.strategy.finish_gradient_synchronization()
+        if self.flat:
+            self.flat.finish_gradient_synchronization()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
 
-        float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
+        float32, or float64 where a parameter is, as `lib.optimizer.adamw.grad_norm`.
         """
-        self.strategy.finish_gradient_synchronization()
+        if self.flat:
+            self.flat.finish_gradient_synchronization()
         if isinstance(self.inner, AdamW):
             norm = self.inner.grad_norm()
         else:
-            norm = grad_norm(shard.leaf for shard in self.strategy.shards)
+            norm = grad_norm(shard.leaf for shard in self.shards)
         if self.ranks == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
-        params = [param for group in self.param_groups for param in group["params"]]
-        device = params[0].device if params else norm.device
-        wide = (torch.float64, torch.complex128)
-        is_double = any(param.dtype in wide for param in params)
+        params = (param for group in self.param_groups for param in group["params"])
+        device = (self.shards[0].leaf if self.shards else next(params, norm)).device
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
-        copies = [shard.leaf for shard in self.strategy.copies if shard.leaf.grad is not None]
-        if copies:
+        replicated = [s.leaf for s in self.replicated if s.leaf.grad is not None]
+        if replicated:
             # counted once on each rank; infinity less infinity would be no number
-            once = grad_norm(copies).to(device, torch.float64).square()
+            once = grad_norm(replicated).to(device, torch.float64).square()
             others = (self.ranks - 1) * once
             square = torch.where(once.isfinite(), square - others, once)
-        return square.sqrt().to(torch.float64 if is_double else torch.float32)
+        return square.sqrt().to(torch.float64 if self.is_double else torch.float32)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The same as `lib.optimizer.schedule.clip_grad_norm` of the averaged gradients, of which
+        The same as `lib.optimizer.adamw.clip_grad_norm` of the averaged gradients, of which
         each rank scales its own part.
 
         Raises:
             ValueError: `max_norm` is negative.
         """
         norm = self.grad_norm()
-        coefficient = clip_coefficient(norm, max_norm)
-        grads = [shard.leaf.grad for shard in self.shards if shard.leaf.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, coefficient)
+        leaves = (shard.leaf for shard in self.shards)
+        scale_gradients(leaves, clip_coefficient(norm, max_norm))
         return norm
 
     @torch.no_grad()
@@ -308,17 +321,18 @@ class ShardedOptimizer(Optimizer):
             self.has_stepped = True
 
         # average gradients: reduce-scatter, unless that is done
-        self.strategy.finish_gradient_synchronization()
+        if self.flat:
+            self.flat.finish_gradient_synchronization()
 
         # update this rank's shards; schedulers set `lr` here
         for group, inner_group in zip(self.param_groups, self.inner.param_groups):
-            inner_group.update(settings_of(group))
+            inner_group |= {**group, "params": inner_group["params"]}
         self.inner.step(**options)
 
         # gather the parameters; in a CUDA graph the next forward pass does
-        if self.strategy.starts_in_forward:
-            self.strategy.must_gather = True
-        else:
+        if self.flat and self.flat.starts_in_forward:
+            self.flat.must_gather = True
+        elif self.strategy:
             self.strategy.gather_parameters()
 
     def _check_values(self) -> None:
@@ -340,16 +354,14 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; on all ranks."""
         # first finish what a backward pass has started, in the same order on all ranks
-        if self.strategy.arrived:
-            self.strategy.finish_gradient_synchronization()
-        self.strategy.is_closed = False
-        # those of the shards, then those of whole parameters
-        for shard in self.strategy.shards:
-            if set_to_none or shard.leaf.grad is None:
-                shard.leaf.grad = None
-            else:
-                shard.leaf.grad.zero_()
-        super().zero_grad(set_to_none)
+        if self.flat:
+            if self.flat.arrived:
+                self.flat.finish_gradient_synchronization()
+            self.flat.is_closed = False
+        self.inner.zero_grad(set_to_none)
+        # and those of whole parameters, which a wrapper has averaged
+        if self.shards_whole:
+            super().zero_grad(set_to_none)
 
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool
@@ -370,23 +382,27 @@ class ShardedOptimizer(Optimizer):
             What the model must call with a module of `parts`, or one inside, just before it reads
             that module's parameters: it waits for them.
         """
-        return self.strategy.overlap_gather_with_forward(parts, in_graph=in_graph)
+        if not self.flat:
+            return lambda part: None
+        return self.flat.overlap_gather_with_forward(parts, in_graph=in_graph)
 
     def mark_replayed(self) -> None:
         """Note that a CUDA graph's replay has updated the shards, which must be gathered."""
-        self.strategy.must_gather = self.strategy.starts_in_forward
+        if self.flat:
+            self.flat.must_gather = self.flat.starts_in_forward
 
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params` (default: all) have the values of the last step.
 
         Needed after `overlap_gather_with_forward` only, to read parameters outside of forward.
         """
-        self.strategy.wait_for_parameters(params)
+        if self.flat:
+            self.flat.wait_for_parameters(params)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, and which elements it is for; see `saved_state`."""
         self.wait_for_parameters()
-        saved_by_rank_0 = self.strategy.copies if rank(self.group) else []
+        saved_by_rank_0 = self.replicated if rank(self.group) else []
         own = [shard for shard in self.shards if shard not in saved_by_rank_0]
         packed = pack_shards(own, self.inner, self.param_groups)
         return packed | {"rank": rank(self.group), "world_size": world_size(self.group)}
@@ -416,19 +432,9 @@ class ShardedOptimizer(Optimizer):
         self.state = self.inner.state
 
 
-def _make_strategy(
-    name: str | ShardingStrategy, group: dist.ProcessGroup | None, options: dict[str, Any]
-) -> ShardingStrategy:
-    if isinstance(name, ShardingStrategy):
-        return name
-    if name == "parameters" or world_size(group) == 1:
-        return WholeParameters(group)
-    return FlatSlices(group, **options)
-
-
 def _check_arguments(
     optimizer_cls: Any,
-    strategy: str | ShardingStrategy,
+    strategy: str | Divide,
     *,
     reduces_gradients: bool,
     overlap: bool,
@@ -442,7 +448,7 @@ def _check_arguments(
         f"subclass, got {name}",
     )
     known = ", ".join(STRATEGIES)
-    is_known = isinstance(strategy, ShardingStrategy) or strategy in STRATEGIES
+    is_known = callable(strategy) or strategy in STRATEGIES
     require(is_known, f"strategy must be one of {known}, got {strategy!r}")
     require(
         strategy == "flat" or not reduces_gradients,

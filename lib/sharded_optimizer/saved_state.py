@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lib.core.settings import require
 from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shards
 
 Groups = list[dict[str, Any]]
 
@@ -84,7 +84,9 @@ def unpack_shards(
         # PyTorch rounds the float32 state of bfloat16 parameters to bfloat16
         for index, found in state.items():
             loaded = inner.state[shards[index].leaf]
-            loaded.update(_as_saved(found, loaded))
+            for name, value in found.items():
+                if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
+                    loaded[name] = value.to(loaded[name].device)
     # a learning rate that is a tensor stays the same tensor
     _load_settings(groups, saved_groups)
     for group, inner_group in zip(groups, inner.param_groups):
@@ -96,8 +98,7 @@ def load_whole(
 ) -> None:
     """`unpack_shards` for an optimizer that is not sharded."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    whole = [whole_shard(param, number) for number, param in enumerate(params)]
-    unpack_shards(state_dicts, source, whole, optimizer, optimizer.param_groups)
+    unpack_shards(state_dicts, source, whole_shards(params), optimizer, optimizer.param_groups)
 
 
 def _numbered(groups: Groups) -> Groups:
@@ -119,17 +120,6 @@ def _load_settings(groups: Groups, saved: Groups) -> None:
                 own.copy_(torch.as_tensor(value))
             else:
                 group[name] = copy.deepcopy(value)
-
-
-def _as_saved(value: Any, loaded: Any) -> Any:
-    """What was `loaded` for `value`, with the dtypes of `value`."""
-    if isinstance(value, Tensor):
-        return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
-    if isinstance(value, dict):
-        return {name: _as_saved(item, loaded[name]) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_as_saved, value, loaded))
-    return value
 
 
 def _check_fits(

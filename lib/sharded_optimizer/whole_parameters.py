@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lib.ddp.flat import Bucket, fill_buckets
 from lib.ddp.process_group import global_rank, rank, world_size
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, whole_shard
+from lib.sharded_optimizer.shards import Shard, whole_shard
 
 # Smaller tensors share a message: one of their own would cost more than the copy.
 SMALL_BYTES = 2**20
@@ -36,14 +36,14 @@ def balanced_owners(sizes: Sequence[int], loads: list[int]) -> list[int]:
     return owners
 
 
-class WholeParameters(ShardingStrategy):
+class WholeParameters:
     """Assigns whole parameters to ranks; after the step each owner broadcasts its own.
 
-    Gradients must be averaged before. A group of one rank owns everything and sends nothing.
+    Gradients must be averaged before.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group)
+        self.group = group
         self.loads = [0] * world_size(group)
         # (owner, parameters that share a message)
         self.messages: list[tuple[int, Bucket]] = []
@@ -63,18 +63,14 @@ class WholeParameters(ShardingStrategy):
                 messages += [[param] for param in owned if param.nbytes > SMALL_BYTES]
                 self.messages += [(owner, Bucket(message)) for message in messages]
 
-        added = [
+        return [
             whole_shard(param, number)
             for number, param in enumerate(params, start=first)
             if owner_of[param] == rank(self.group)
         ]
-        self.shards += added
-        return added
 
     def gather_parameters(self) -> None:
         """Broadcast every parameter from its owner, all at once."""
-        if len(self.loads) == 1:
-            return
         sent = []
         for owner, bucket in self.messages:
             params = bucket.params

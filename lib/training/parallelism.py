@@ -39,9 +39,10 @@ from lib.optimizer.adamw import AdamW
 from lib.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from lib.fsdp.wrapper import FSDP
     from lib.model.config import ModelConfig
     from lib.model.transformer import MeanLoss, TransformerLM
-    from lib.sharded_optimizer.shards import ShardingStrategy
+    from lib.sharded_optimizer.optimizer import Divide
 
 
 class Parallel:
@@ -101,7 +102,7 @@ class Parallel:
     def _shard_optimizer(
         self,
         groups: list[dict[str, Any]],
-        strategy: Literal["parameters", "flat"] | ShardingStrategy,
+        strategy: Literal["parameters", "flat"] | Divide,
         **options: Any,
     ) -> None:
         """Make an AdamW whose state is sharded; `options` are those of `ShardedOptimizer`."""
@@ -257,19 +258,40 @@ class FullySharded(Parallel):
                 part.forward = torch.compile(part.forward, dynamic=False)
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
-        from lib.fsdp.language_model import FSDPShards, ShardedLoss
+        from lib.fsdp.flat_parameters import shards_of
 
         # weights: each rank keeps its shards; gradients are averaged into shards, too
-        self.module = self.averager = ShardedLoss(loss, self.group)
+        self.module = self.averager = divide_loss(loss, self.group)
 
         # optimizer: of the shards alone
-        shards = FSDPShards(self.module)
-        self._shard_optimizer(parameter_groups(shards.whole_parameters(), config), shards)
+        self._shard_optimizer(parameter_groups(self.module.whole_parameters(), config), shards_of)
 
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict after the last update: on rank 0's CPU, empty on others."""
-        self.gather()
-        return self.module.whole_state_dict()
+        full = self.module.full_parameters(on_first_only=True)
+        names = self.model.state_dict()
+        return {name: full[f"model.{name}"] for name in names if f"model.{name}" in full}
+
+
+def divide_loss(loss: MeanLoss, group: dist.ProcessGroup | None) -> FSDP:
+    """Divide a language model's matrices among the ranks; return its loss as an `FSDP`.
+
+    Raises:
+        ValueError: models differ between ranks.
+    """
+    from lib.fsdp.wrapper import FSDP
+
+    # not the layers themselves: on a GPU a fused kernel runs from one into the next
+    model = loss.model
+    outer = [part for part in (model.token_embeddings, model.lm_head) if part is not None]
+    blocks: list[Any] = [[layer.attn, layer.ffn] for layer in model.layers]  # type: ignore[union-attr]
+    blocks = [outer[0], *blocks, *outer[1:]]
+    # Blocks are gathered in the dtype of the matmuls, embedding and head in their own: the gradient
+    # of a frequent token is a sum of many.
+    divided = FSDP(loss, loss.dtype, blocks=blocks, full_precision=outer, group=group)
+    # the head's matrix is read without calling it
+    model.before_part = divided.before_forward
+    return divided
 
 
 class TorchFullySharded(FullySharded):
@@ -279,11 +301,14 @@ class TorchFullySharded(FullySharded):
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         from lib.tools.peers.fsdp2 import FullySharded as Peer
-        from lib.tools.peers.fsdp2 import FullyShardedParameters
 
         self.module = self.averager = Peer(loss, self.group)
         groups = parameter_groups(self.model.parameters(), config)
-        self._shard_optimizer(groups, FullyShardedParameters(self.group))
+        self._shard_optimizer(groups, self.module.shards_of)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict after the last update: on rank 0's CPU, empty on others."""
+        return self.module.whole_state_dict()
 
 
 # The kind of each `ddp_wrapper` on several ranks.

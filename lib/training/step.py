@@ -23,7 +23,7 @@ from lib.core.ranges import annotate
 from lib.ddp.process_group import before_leaving, mean_over_ranks, world_size
 from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
-from lib.optimizer.schedule import clip_coefficient
+from lib.optimizer.adamw import clip_coefficient
 from lib.training.config import TrainConfig
 from lib.training.parallelism import parallelize
 

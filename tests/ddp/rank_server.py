@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 LOADED = ["torch._inductor", "torch._inductor.config", "torch._inductor.compile_fx"]
 LOADED += ["torch.distributed.fsdp", "torch.distributed.optim"]
 LOADED += ["lib.training.loop", "lib.data.prepare", "lib.sharded_optimizer.optimizer", "pytest"]
-LOADED += ["lib.tools.benchmarks.communication", "lib.fsdp.language_model"]
+LOADED += ["lib.tools.benchmarks.communication", "lib.fsdp.wrapper"]
 
 
 def start_server() -> None:

@@ -33,7 +33,7 @@ from lib.ddp.process_group import (
 from lib.ddp.wrappers import wrap
 from lib.fsdp import FSDP
 from lib.fsdp.blocks import tensors_in
-from lib.optimizer.schedule import clip_grad_norm
+from lib.optimizer.adamw import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ddp.kinds import KINDS, D, dtype_of, seeded

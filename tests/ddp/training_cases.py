@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lib.ddp import process_group, wrappers
 from lib.ddp.process_group import current_device
 from lib.fsdp import FSDP
-from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_coefficient, grad_norm
+from lib.optimizer.adamw import AdamW, clip_coefficient, grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 
 STEPS, BATCH = 5, 4

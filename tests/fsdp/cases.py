@@ -17,13 +17,13 @@ from lib.ddp.process_group import (
 )
 from lib.ddp.wrappers import wrap
 from lib.fsdp import FSDP, checkpoint_activations
-from lib.fsdp.language_model import FSDPShards, ShardedLoss
+from lib.fsdp.flat_parameters import shards_of
 from lib.lessons.simulated_network import simulated_group
 from lib.model.config import ModelConfig
 from lib.model.transformer import MeanLoss, TransformerLM
-from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm
+from lib.optimizer.adamw import AdamW, clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from lib.training.parallelism import divide_loss
 from tests.ddp.cases import Raise
 from tests.ddp.training_cases import Net, Trained, loss_of, part, train
 from tests.ddp.workers import message_of, recorded_collectives
@@ -240,8 +240,7 @@ def check_state_is_whole_also_inside_another_module() -> None:
 def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
     net, alone = Net(), Net()
     model = FSDP(net)
-    strategy = FSDPShards(model)
-    made = ShardedOptimizer(strategy.whole_parameters(), AdamW, strategy=strategy, lr=0.1)
+    made = ShardedOptimizer(model.whole_parameters(), AdamW, strategy=shards_of, lr=0.1)
     plain = AdamW(alone.parameters(), lr=0.1)
     for step in range(2):
         backward(model, step)
@@ -258,8 +257,7 @@ def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
 def check_an_infinite_gradient_of_a_vector_has_an_infinite_norm() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(current_device())
     model = FSDP(module)
-    strategy = FSDPShards(model)
-    made = ShardedOptimizer(strategy.whole_parameters(), AdamW, strategy=strategy, lr=0.1)
+    made = ShardedOptimizer(model.whole_parameters(), AdamW, strategy=shards_of, lr=0.1)
     model(torch.ones(2, 4, device=current_device())).sum().backward()
     model.finish_gradient_synchronization()
     module[1].bias.grad[0] = torch.inf
@@ -441,7 +439,7 @@ def check_two_passes_of_a_language_model_share_a_backward() -> None:
             generator = torch.Generator(device).manual_seed(0)
             model = TransformerLM(config, device=device, generator=generator)
             losses.append(MeanLoss(model, device, None, 0.0))
-        alone, divided = losses[0], ShardedLoss(losses[1], None)
+        alone, divided = losses[0], divide_loss(losses[1], None)
         tokens = torch.arange(8, device=device).view(2, 1, 4)
         for call in (alone, divided):
             (call(tokens[0], tokens[1]) + call(tokens[1], tokens[0])).backward()

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_coefficient, clip_grad_norm, grad_norm
+from lib.optimizer.adamw import AdamW, clip_coefficient, clip_grad_norm, grad_norm
 from tests.model.kernels import (
     INTERPRETING,
     ON_DTYPES,

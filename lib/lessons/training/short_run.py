@@ -11,7 +11,8 @@ from lib.data.batches import get_batch
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.data.token_array import load_token_array
 from lib.model.transformer import TransformerLM
-from lib.optimizer.schedule import clip_grad_norm, cosine_lr
+from lib.optimizer.adamw import clip_grad_norm
+from lib.optimizer.schedule import cosine_lr
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lib.ddp.process_group import broadcast_module, current_device, rank, reduce_scatter, world_size
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, make_shard
+from lib.sharded_optimizer.shards import Shard, make_shard
 
 if TYPE_CHECKING:
     from lib.model.transformer import MeanLoss
@@ -51,6 +51,8 @@ class FullySharded(nn.Module):
             fully_shard(parts, mesh=mesh, **options)
         # fully_shard changes the class of `loss`, to a mix of its own and FSDPModule
         self.module: Any = fully_shard(loss, mesh=mesh)
+        # this rank's rows of each parameter, which an optimizer updates
+        self.shards: list[Shard] = []
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The module's loss."""
@@ -60,37 +62,8 @@ class FullySharded(nn.Module):
             self.module.reshard()
         return loss
 
-    def finish_gradient_synchronization(self) -> None:
-        """Do nothing: FSDP2 averages gradients in backward."""
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """In the block, backward passes only add up gradients, whole ones, on this rank."""
-        self.module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.module.set_requires_gradient_sync(True)
-
-    def whole_state_dict(self) -> dict[str, Tensor]:
-        """Gather the model's state dict on rank 0's CPU, tensor by tensor; empty on other ranks."""
-        found = {}
-        for name, tensor in self.module.model.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if rank(self.group) == 0:
-                found[name] = whole.cpu()
-        return found
-
-
-class FullyShardedParameters(ShardingStrategy):
-    """The strategy for parameters that `fully_shard` has divided: ranks send nothing here.
-
-    Parameters are DTensors, whose rows are assigned to ranks as by `torch.chunk`. FSDP2 averages
-    gradients in backward, and gathers parameters where they are needed.
-    """
-
-    def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
-        """Take this rank's rows of `params`, numbered from `first`.
+    def shards_of(self, params: list[nn.Parameter], first: int) -> list[Shard]:
+        """This rank's rows of parameters, numbered from `first`; assigned as by `torch.chunk`.
 
         Raises:
             ValueError: a parameter is not sharded.
@@ -111,10 +84,29 @@ class FullyShardedParameters(ShardingStrategy):
         return added
 
     def finish_gradient_synchronization(self) -> None:
-        """Give every shard its gradient, which FSDP2 has averaged."""
+        """Move the gradients, which FSDP2 has averaged in backward, into the shards."""
         for shard in self.shards:
-            grad: Any = shard.param.grad
+            grad: Any
+            grad, shard.param.grad = shard.param.grad, None
             shard.leaf.grad = None if grad is None else grad.to_local().view(shard.leaf.shape)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the block, backward passes only add up gradients, whole ones, on this rank."""
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """Gather the model's state dict on rank 0's CPU, tensor by tensor; empty on other ranks."""
+        found = {}
+        for name, tensor in self.module.model.state_dict().items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank(self.group) == 0:
+                found[name] = whole.cpu()
+        return found
 
 
 def _check_average(group: dist.ProcessGroup | None) -> None:

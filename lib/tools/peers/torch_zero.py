@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lib.ddp.process_group import rank, world_size
-from lib.optimizer.schedule import grad_norm
+from lib.optimizer.adamw import grad_norm
 from lib.sharded_optimizer.saved_state import pack_shards, unpack_shards
 from lib.sharded_optimizer.shards import Shard, whole_shard
 

@@ -10,12 +10,12 @@ import torch
 
 from lib.core.allocator import without_stderr
 from lib.data.batches import BatchSampler
-from lib.ddp import flat
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import barrier, rank
 from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
 from lib.model.config import MODEL_PRESETS
 from lib.model.transformer import TransformerLM
+from lib.sharded_optimizer import flat_slices
 from lib.tools.benchmarks import interleaved as module
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
@@ -310,8 +310,8 @@ def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
     Returns whether these were over whenever a profiler stopped on this rank.
     """
     if rank() == 1:
-        gather = flat.all_gather
-        flat.all_gather = lambda *args, **kwargs: time.sleep(0.1) or gather(*args, **kwargs)
+        gather = flat_slices.all_gather
+        flat_slices.all_gather = lambda *args, **kwargs: time.sleep(0.1) or gather(*args, **kwargs)
     training = Training(case, config, None)
     found, stop = [], torch.profiler.profile.stop_trace
 
