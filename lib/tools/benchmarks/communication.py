@@ -134,12 +134,11 @@ def communication_groups(
     return [[case] for case in cases]
 
 
-def measure_collective(group: Group, config: CommunicationBenchmarkConfig) -> list[dict[str, Any]]:
+def measure_collective(case: Case) -> dict[str, Any]:
     """Measure one row; all ranks call this together and return the same times and status.
 
     `status` is `ok` or `wrong result`. Where one rank runs out of memory, all raise.
     """
-    [case] = group
     # the first call, whose result is checked on every rank
     call, result, expected = on_each_rank(lambda: _prepare(case, current_device()))
     on_each_rank(call)
@@ -151,14 +150,14 @@ def measure_collective(group: Group, config: CommunicationBenchmarkConfig) -> li
         "is_correct": is_correct,
     }
     if not is_correct:
-        return [figures]
+        return figures
     del expected
     # time further calls, on zeros: repeated all-reduces in place would overflow
     result.zero_()
     times, calls = _slowest_times(call, case)
     median_ms = statistics.median(times)
     speed = bus_bandwidth_gbs(case.collective, case.num_bytes, case.ranks, median_ms)
-    figures |= {
+    return figures | {
         "median_ms": median_ms,
         "iqr_ms": interquartile_range(times),
         "samples": len(times),
@@ -167,7 +166,6 @@ def measure_collective(group: Group, config: CommunicationBenchmarkConfig) -> li
         "bus_bandwidth_gbs": speed,
         "times_ms": times,
     }
-    return [figures]
 
 
 def _prepare(case: Case, device: torch.device) -> tuple[Function, Tensor, Tensor]:
@@ -320,4 +318,6 @@ REPORT = Report(
     rows=communication_frame,
     further=link_table,
 )
-benchmark_communication = RanksBenchmark(REPORT, communication_groups, measure_collective)
+benchmark_communication = RanksBenchmark(
+    REPORT, communication_groups, lambda group, config: map(measure_collective, group)
+)

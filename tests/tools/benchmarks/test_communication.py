@@ -16,7 +16,7 @@ from lib.tools.benchmarks.communication import (
     CommunicationBenchmarkConfig,
     benchmark_communication,
     communication_groups,
-    nvlink_gbs,
+    datasheet_gbs,
     size_name,
 )
 
@@ -167,7 +167,7 @@ def test_without_a_row_that_worked_there_is_a_table(tmp_path):
 )
 def test_the_peak_is_shown_only_where_it_is_known_and_used(changed, peak):
     row = {"device": "NVIDIA H200", "backend": "nccl", "hosts": 1}
-    assert nvlink_gbs(row | changed) == peak
+    assert datasheet_gbs(row | changed) == peak
 
 
 def test_sizes_have_three_digits():
