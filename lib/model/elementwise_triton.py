@@ -296,11 +296,21 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _launch_swiglu(kernel, gate_and_value: Tensor, second: Tensor, out: Tensor) -> None:
-    """Launch one program for each row and each block of at most 2,048 columns."""
+    """Launch one program for each row and each block of columns; a thread has 8 of these."""
     d_ff = gate_and_value.shape[-1] // 2
-    block = min(2048, triton.next_power_of_2(d_ff))
+    block = swiglu_block(d_ff)
     grid = (gate_and_value.numel() // (2 * d_ff), triton.cdiv(d_ff, block))
-    kernel[grid](gate_and_value, second, out, D_FF=d_ff, BLOCK=block, num_warps=8)
+    num_warps = max(1, block // 256)
+    kernel[grid](gate_and_value, second, out, D_FF=d_ff, BLOCK=block, num_warps=num_warps)
+
+
+def swiglu_block(d_ff: int) -> int:
+    """Columns of a program: 2,048, or 1,024 where that leaves fewer past the last column.
+
+    Threads past it load nothing, and memory is busy only while enough loads are in flight.
+    """
+    block = 1024 if triton.cdiv(d_ff, 1024) % 2 else 2048
+    return min(block, triton.next_power_of_2(d_ff))
 
 
 @triton.jit

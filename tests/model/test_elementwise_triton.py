@@ -215,7 +215,7 @@ def test_kernels_take_any_strides(device, name, layout):
 
 @ON_KERNEL_DEVICES
 @ON_DTYPES
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 44), (2, 2 * 2049)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 44), (2, 2 * 2049), (2, 2 * 3073)], ids=str)
 def test_the_swiglu_kernel_is_the_formula(device, dtype, shape):
     from lib.model.elementwise_triton import swiglu
 
@@ -231,6 +231,16 @@ def test_the_swiglu_kernel_is_the_formula(device, dtype, shape):
     tolerance = {"rtol": max(torch.finfo(dtype).eps, 1e-5), "atol": 1e-6}
     torch.testing.assert_close(ours.float(), right, **tolerance)
     torch.testing.assert_close(gradient.float(), peer, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("d_ff", "block"), [(64, 64), (1000, 1024), (2048, 2048), (2752, 1024), (3073, 2048)]
+)
+def test_programs_of_swiglu_leave_few_columns_idle(d_ff, block):
+    pytest.importorskip("triton")
+    from lib.model.elementwise_triton import swiglu_block
+
+    assert swiglu_block(d_ff) == block
 
 
 @ON_KERNEL_DEVICES
