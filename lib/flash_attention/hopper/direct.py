@@ -95,13 +95,15 @@ class DirectLaunch:
         arguments: Mapping[str, Any],
         names: Sequence[str],
     ):
+        self.names = names
+        # where in `fixed`, and which of the names
         self.maps: list[tuple[int, int, Callable[[int], ctypes.Array]]] = []
         self.pointers: list[tuple[int, int]] = []
         # memory that parameters are read from
         self.fixed: list[Any] = []
         compiled = iter(binary.maps)
         for name, kind in binary.signature.items():
-            self._add(name, kind, arguments[name], compiled, names)
+            self._add(name, kind, arguments[name], compiled)
         # Triton's scratch memory, of which these kernels need none
         self.fixed += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
         self.packed = functools.lru_cache(KEPT)(self._pack)
@@ -109,25 +111,19 @@ class DirectLaunch:
         block = (binary.threads, 1, 1)
         self.settings = (function.handle, grid[0], 1, 1, *block, binary.shared_bytes)
 
-    def _add(
-        self,
-        name: str,
-        kind: str,
-        argument: Any,
-        compiled: Iterator[Mapping],
-        names: Sequence[str],
-    ) -> None:
+    def _add(self, name: str, kind: str, argument: Any, compiled: Iterator[Mapping]) -> None:
         """Add the parameters of one argument; `compiled` goes through the descriptors."""
         if kind.startswith("tensordesc"):
             shape, strides = list(argument.shape), list(argument.strides)
             # without the tensor itself, whose memory would stay in use
             make = functools.partial(make_map, argument.base.dtype, shape, strides, next(compiled))
-            self.maps.append((len(self.fixed), names.index(name), functools.lru_cache(KEPT)(make)))
+            known = functools.lru_cache(KEPT)(make)
+            self.maps.append((len(self.fixed), self.names.index(name), known))
             self.fixed += [None, *map(ctypes.c_int32, shape)]
             self.fixed += map(ctypes.c_int64, strides)
         elif kind.startswith("*"):
             if name != "work_list_ptr":
-                self.pointers.append((len(self.fixed), names.index(name)))
+                self.pointers.append((len(self.fixed), self.names.index(name)))
             self.fixed.append(ctypes.c_uint64(argument.data_ptr()))
         else:
             self.fixed.append(NUMBERS[kind](argument))

@@ -186,7 +186,6 @@ def make_launch(
     tensors: Mapping[str, Tensor],
     is_causal: bool,
     scale: float,
-    *,
     has_rope: bool,
     section: int,
 ) -> Callable[[Addresses], None]:

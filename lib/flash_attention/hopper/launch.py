@@ -322,8 +322,9 @@ def _unpadded_launch(tensors: Tensors, is_causal: bool, scale: float) -> LaunchA
     work_list = None
     if programs < num_items <= MAX_LISTED:
         work_list = _work_list(work, programs, q.device)
-    settings = {"tiles": tiles, "section": work.section, "work_list": work_list}
-    return unpadded.make_launch(tensors, is_causal, scale, **settings)
+    return unpadded.make_launch(
+        tensors, is_causal, scale, tiles=tiles, section=work.section, work_list=work_list
+    )
 
 
 def flash_backward(
@@ -361,10 +362,7 @@ def flash_backward(
         tensors = fused.make_tensors(*inputs, deterministic=deterministic)
         section = _fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device))
         key = ("one backward", settings, deterministic, section, layouts)
-        others = {"has_rope": angles is not None, "section": section}
-        _launch_again(
-            key, tensors, lambda: [fused.make_launch(tensors, is_causal, scale, **others)]
-        )
+        _launch_again(key, tensors, lambda: [fused.make_launch(tensors, *settings, section)])
         return grads
 
     # one for dQ, and one for dK and dV
