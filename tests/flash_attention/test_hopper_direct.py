@@ -144,3 +144,17 @@ def test_a_refused_launch_is_an_error_and_one_without_a_context_is_tried_again(c
     assert entered == [ROWS.device.index]
     with pytest.raises(RuntimeError, match="CUDA: unknown error"):
         again(ADDRESSES)
+
+
+def test_the_first_map_of_a_thread_is_made_in_pytorchs_context(calls, monkeypatch):
+    codes, entered, encode = [direct.NO_CONTEXT], [], direct.driver().cuTensorMapEncodeTiled
+    monkeypatch.setattr(
+        direct.driver(),
+        "cuTensorMapEncodeTiled",
+        lambda *arguments: codes.pop() if codes else encode(*arguments),
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(direct, "use_context", entered.append)
+    launch_of(40)(ADDRESSES)
+    assert entered == [2]
+    assert calls[0][1][0] == 0x1000

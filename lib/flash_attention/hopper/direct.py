@@ -57,7 +57,7 @@ def make_map(
     rank, size = len(shape), dtype.itemsize
     # the driver counts dimensions from the last
     steps = [size * stride for stride in strides[:-1]][::-1] or [size * shape[0]]
-    code = driver().cuTensorMapEncodeTiled(
+    arguments = (
         ctypes.addressof(made),
         MAP_TYPES[dtype],
         rank,
@@ -71,6 +71,11 @@ def make_map(
         PROMOTE_128,
         0,
     )
+    code = driver().cuTensorMapEncodeTiled(*arguments)
+    # in a thread that the user made
+    if code == NO_CONTEXT:
+        use_context(torch.cuda.current_device())
+        code = driver().cuTensorMapEncodeTiled(*arguments)
     check(code)
     return made
 
