@@ -15,6 +15,9 @@ from lib.flash_attention.inputs import DTYPES, check_device, check_kernel_inputs
 from lib.flash_attention.operator import make_operator
 from lib.flash_attention.triton_attention import flash_backward, flash_forward, prepare
 
+# The tile of SwiGLU's programs: narrow, so that few threads are past the last column. Those load
+# nothing, and memory is busy only while enough loads are in flight.
+SWIGLU_ROWS, SWIGLU_COLUMNS = 8, 256
 # In the norm's backward pass: the number of programs, two for each multiprocessor of a large GPU,
 # and the number of elements in the tile that each works on.
 NORM_PROGRAMS = 264
@@ -296,33 +299,55 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _launch_swiglu(kernel, gate_and_value: Tensor, second: Tensor, out: Tensor) -> None:
-    """Launch one program for each row and each block of at most 2,048 columns."""
+    """Launch one program for each tile of rows and columns, of which a thread has 8 neighbors."""
     d_ff = gate_and_value.shape[-1] // 2
-    block = min(2048, triton.next_power_of_2(d_ff))
-    grid = (gate_and_value.numel() // (2 * d_ff), triton.cdiv(d_ff, block))
-    kernel[grid](gate_and_value, second, out, D_FF=d_ff, BLOCK=block, num_warps=8)
+    num_rows = gate_and_value.numel() // (2 * d_ff)
+    # in one dimension, as the others have at most 65,535 programs
+    grid = (triton.cdiv(num_rows, SWIGLU_ROWS) * triton.cdiv(d_ff, SWIGLU_COLUMNS),)
+    kernel[grid](
+        gate_and_value,
+        second,
+        out,
+        num_rows,
+        D_FF=d_ff,
+        ROWS=SWIGLU_ROWS,
+        COLUMNS=SWIGLU_COLUMNS,
+        num_warps=8,
+    )
 
 
 @triton.jit
-def _swiglu_kernel(x_ptr, unused_ptr, out_ptr, D_FF: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < D_FF
-    gate = tl.load(x_ptr + row * 2 * D_FF + columns, inside).to(tl.float32)
-    value = tl.load(x_ptr + row * 2 * D_FF + D_FF + columns, inside).to(tl.float32)
+def _swiglu_kernel(
+    x_ptr,
+    unused_ptr,
+    out_ptr,
+    num_rows,
+    D_FF: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rows, columns, inside = _swiglu_tile(num_rows, D_FF, ROWS, COLUMNS)
+    gate = tl.load(x_ptr + rows * 2 * D_FF + columns, inside).to(tl.float32)
+    value = tl.load(x_ptr + rows * 2 * D_FF + D_FF + columns, inside).to(tl.float32)
     out = gate * tl.sigmoid(gate) * value
-    tl.store(out_ptr + row * D_FF + columns, out.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + rows * D_FF + columns, out.to(out_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
-def _swiglu_backward_kernel(x_ptr, grad_out_ptr, grad_ptr, D_FF: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(
+    x_ptr,
+    grad_out_ptr,
+    grad_ptr,
+    num_rows,
+    D_FF: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """d silu(g) / dg = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < D_FF
-    gate = tl.load(x_ptr + row * 2 * D_FF + columns, inside).to(tl.float32)
-    value = tl.load(x_ptr + row * 2 * D_FF + D_FF + columns, inside).to(tl.float32)
-    grad_out = tl.load(grad_out_ptr + row * D_FF + columns, inside).to(tl.float32)
+    rows, columns, inside = _swiglu_tile(num_rows, D_FF, ROWS, COLUMNS)
+    gate = tl.load(x_ptr + rows * 2 * D_FF + columns, inside).to(tl.float32)
+    value = tl.load(x_ptr + rows * 2 * D_FF + D_FF + columns, inside).to(tl.float32)
+    grad_out = tl.load(grad_out_ptr + rows * D_FF + columns, inside).to(tl.float32)
 
     # the product rule, with SiLU's derivative for the gate
     sigmoid = tl.sigmoid(gate)
@@ -331,8 +356,20 @@ def _swiglu_backward_kernel(x_ptr, grad_out_ptr, grad_ptr, D_FF: tl.constexpr, B
 
     # both into one tensor, the gradient that the matmul before wants
     kind = grad_ptr.dtype.element_ty
-    tl.store(grad_ptr + row * 2 * D_FF + columns, grad_gate.to(kind), inside)
-    tl.store(grad_ptr + row * 2 * D_FF + D_FF + columns, (grad_out * silu).to(kind), inside)
+    tl.store(grad_ptr + rows * 2 * D_FF + columns, grad_gate.to(kind), inside)
+    tl.store(grad_ptr + rows * 2 * D_FF + D_FF + columns, (grad_out * silu).to(kind), inside)
+
+
+@triton.jit
+def _swiglu_tile(num_rows, D_FF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows of a program, (ROWS, 1), its columns, (1, COLUMNS), and which of them there are."""
+    # neighbors in memory are worked on at the same time
+    tiles_of_row: tl.constexpr = (D_FF + COLUMNS - 1) // COLUMNS
+    down, across = tl.program_id(0) // tiles_of_row, tl.program_id(0) % tiles_of_row
+    # int64, as tensors may have more than 2³¹ elements
+    rows = down.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return rows, columns, (rows < num_rows) & (columns < D_FF)
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def compile_one(job: dict) -> dict:
     code, about = hopper_compiled.compile_with_triton(*kind)
     binary = hopper_compiled.Binary.of(kind[1], code, about)
     on_a_gpu = SimpleNamespace(handle=None, device=0)
-    passed = DirectLaunch(binary, on_a_gpu, (1,), arguments).fixed
+    passed = DirectLaunch(binary, on_a_gpu, (1,), arguments, list(arguments)).fixed
     # a launch passes what this Triton's kernels take
     sizes = [ctypes.sizeof(TensorMap if x is None else x) for x in passed]
     assert sizes == parameter_bytes(code["ptx"])

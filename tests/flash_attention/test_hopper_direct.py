@@ -32,7 +32,7 @@ KINDS = (MAP, MAP, "*fp32", "*bf16", "*i32", "i32", "fp32", None)
 INT, LONG, FLOAT = ctypes.c_int32, ctypes.c_uint64, ctypes.c_float
 DESCRIPTOR = [LONG, *[INT] * 4, *[LONG] * 4]
 PARAMETERS = [*DESCRIPTOR, *DESCRIPTOR, *[LONG] * 3, INT, FLOAT, LONG, LONG]
-ADDRESSES = {"q_desc": 0x1000, "k_desc": 0x2000, "lse_ptr": 0x3000, "out_ptr": 0x4000}
+NAMES, ADDRESSES = ("k_desc", "lse_ptr", "out_ptr", "q_desc"), (0x2000, 0x3000, 0x4000, 0x1000)
 
 
 def make_binary() -> compiled.Binary:
@@ -45,7 +45,7 @@ def make_binary() -> compiled.Binary:
 
 def launch_of(grid: int, arguments: dict = ARGUMENTS) -> direct.DirectLaunch:
     function = SimpleNamespace(handle=77, device=ROWS.device.index)
-    return direct.DirectLaunch(make_binary(), function, (grid,), arguments)
+    return direct.DirectLaunch(make_binary(), function, (grid,), arguments, NAMES)
 
 
 @pytest.fixture
@@ -76,13 +76,17 @@ def calls(monkeypatch):
     fake.cuGetErrorString = lambda status, text: None
     for module in (direct, driver):
         monkeypatch.setattr(module, "driver", lambda: fake)
+    streams = iter((5, 6))
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams), raising=False
+    )
     return found
 
 
 def test_the_driver_gets_every_parameter_at_the_addresses_of_the_call(calls):
     again = launch_of(40)
-    again(5, ADDRESSES)
-    again(6, ADDRESSES | {"k_desc": 0x9000, "out_ptr": 0x8000})
+    again(ADDRESSES)
+    again((0x9000, 0x3000, 0x8000, 0x1000))
     shape = [2, 3, 70, 64, 13440, 4480, 64, 1]
     work_list = ARGUMENTS["work_list_ptr"].data_ptr()
     rest = [work_list, 3, 0.25, 0, 0]
@@ -96,11 +100,20 @@ def test_the_driver_gets_every_parameter_at_the_addresses_of_the_call(calls):
 
 def test_a_tensor_that_comes_back_to_its_address_has_its_map_already(calls, monkeypatch):
     again = launch_of(40)
-    again(5, ADDRESSES)
-    monkeypatch.setattr(direct, "make_map", None)
+    again(ADDRESSES)
     monkeypatch.setattr(direct.driver(), "cuTensorMapEncodeTiled", None)
-    again(5, ADDRESSES)
-    assert calls[0] == calls[1]
+    again((0x2000, 0x3000, 0x8000, 0x1000))
+    (_, first, boxes), (_, second, same_boxes) = calls
+    assert boxes == same_boxes
+    assert [i for i, (a, b) in enumerate(zip(first, second)) if a != b] == [19]
+
+
+def test_tensors_that_come_back_have_their_parameters_packed_already(calls, monkeypatch):
+    again = launch_of(40)
+    again(ADDRESSES)
+    monkeypatch.setattr(ctypes, "addressof", None)
+    again(ADDRESSES)
+    assert calls[0][1:] == calls[1][1:]
 
 
 @pytest.mark.usefixtures("calls")
@@ -109,7 +122,7 @@ def test_it_keeps_no_tensor_in_memory():
     descriptors = {f"{x}_desc": launch._descriptor(tensors[i], 64) for i, x in enumerate("qk")}
     arguments = ARGUMENTS | descriptors | {"out_ptr": tensors[2]}
     again = launch_of(40, arguments)
-    again(5, ADDRESSES)
+    again(ADDRESSES)
     left = [weakref.ref(x) for x in tensors]
     del tensors, descriptors, arguments
     gc.collect()
@@ -127,7 +140,21 @@ def test_a_refused_launch_is_an_error_and_one_without_a_context_is_tried_again(c
     codes, entered = [direct.NO_CONTEXT, 0, 700], []
     monkeypatch.setattr(direct.driver(), "cuLaunchKernel", lambda *arguments: codes.pop(0))
     monkeypatch.setattr(direct, "use_context", entered.append)
-    again(5, ADDRESSES)
+    again(ADDRESSES)
     assert entered == [ROWS.device.index]
     with pytest.raises(RuntimeError, match="CUDA: unknown error"):
-        again(5, ADDRESSES)
+        again(ADDRESSES)
+
+
+def test_the_first_map_of_a_thread_is_made_in_pytorchs_context(calls, monkeypatch):
+    codes, entered, encode = [direct.NO_CONTEXT], [], direct.driver().cuTensorMapEncodeTiled
+    monkeypatch.setattr(
+        direct.driver(),
+        "cuTensorMapEncodeTiled",
+        lambda *arguments: codes.pop() if codes else encode(*arguments),
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(direct, "use_context", entered.append)
+    launch_of(40)(ADDRESSES)
+    assert entered == [2]
+    assert calls[0][1][0] == 0x1000

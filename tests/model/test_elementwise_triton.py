@@ -215,7 +215,7 @@ def test_kernels_take_any_strides(device, name, layout):
 
 @ON_KERNEL_DEVICES
 @ON_DTYPES
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 44), (2, 2 * 2049)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 44), (9, 2 * 257)], ids=str)
 def test_the_swiglu_kernel_is_the_formula(device, dtype, shape):
     from lib.model.elementwise_triton import swiglu
 
@@ -231,6 +231,19 @@ def test_the_swiglu_kernel_is_the_formula(device, dtype, shape):
     tolerance = {"rtol": max(torch.finfo(dtype).eps, 1e-5), "atol": 1e-6}
     torch.testing.assert_close(ours.float(), right, **tolerance)
     torch.testing.assert_close(gradient.float(), peer, **tolerance)
+
+
+def test_swiglu_takes_more_rows_than_the_second_dimension_of_a_grid_could():
+    pytest.importorskip("triton")
+    from lib.model import elementwise_triton
+
+    class Kernel(dict):
+        def __missing__(self, grid):
+            return lambda *tensors, **settings: self.update(grid=grid)
+
+    x, kernel = torch.empty(8 * 70_000 + 1, 2 * 300, device="meta"), Kernel()
+    elementwise_triton._launch_swiglu(kernel, x, x, x)
+    assert kernel["grid"] == (70_001 * 2,)
 
 
 @ON_KERNEL_DEVICES

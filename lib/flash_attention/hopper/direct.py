@@ -1,14 +1,15 @@
 """Launches of compiled kernels by the CUDA driver, without Triton's way through Python.
 
 Triton looks at every argument of every call: 36 µs for the forward kernel on an H200's host. Where
-shapes and strides are those of an earlier call only addresses differ, and a launch takes a few µs.
+shapes and strides are those of an earlier call only addresses differ, and where these are the same,
+too, as in a training loop, its parameters lie packed already: a launch takes a few µs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ PROMOTE_128 = 2
 MAP_ALIGNMENT = 64
 # CUresult: this thread has not used the GPU yet
 NO_CONTEXT = 201
-# Maps that are kept for each argument: in a training loop tensors return to the same addresses.
-KEPT_MAPS = 64
+# Addresses for which a launch keeps its parameters: in a training loop tensors return to them.
+KEPT = 64
+# The addresses of a call's tensors, in the order of their names.
+Addresses = tuple[int, ...]
 NUMBERS: dict[str, Any] = {
     "i32": ctypes.c_int32,
     "i64": ctypes.c_int64,
@@ -54,7 +57,7 @@ def make_map(
     rank, size = len(shape), dtype.itemsize
     # the driver counts dimensions from the last
     steps = [size * stride for stride in strides[:-1]][::-1] or [size * shape[0]]
-    code = driver().cuTensorMapEncodeTiled(
+    arguments = (
         ctypes.addressof(made),
         MAP_TYPES[dtype],
         rank,
@@ -68,6 +71,11 @@ def make_map(
         PROMOTE_128,
         0,
     )
+    code = driver().cuTensorMapEncodeTiled(*arguments)
+    # in a thread that the user made
+    if code == NO_CONTEXT:
+        use_context(torch.cuda.current_device())
+        code = driver().cuTensorMapEncodeTiled(*arguments)
     check(code)
     return made
 
@@ -81,25 +89,29 @@ class DirectLaunch:
         grid: how many programs.
         arguments: by name. Tensors and descriptors, except `work_list_ptr`, may lie elsewhere in
             each launch, with the same strides and dtype, at multiples of 16 bytes.
+        names: of the tensors whose addresses a launch gets, in their order.
     """
 
     def __init__(
-        self, binary: Binary, function: Function, grid: tuple[int], arguments: Mapping[str, Any]
+        self,
+        binary: Binary,
+        function: Function,
+        grid: tuple[int],
+        arguments: Mapping[str, Any],
+        names: Sequence[str],
     ):
-        self.maps: list[tuple[int, str, Callable[[int], ctypes.Array]]] = []
-        self.pointers: list[tuple[int, str]] = []
-        # memory that parameters are read from, and its addresses
+        self.names = names
+        # where in `fixed`, and which of the names
+        self.maps: list[tuple[int, int, Callable[[int], ctypes.Array]]] = []
+        self.pointers: list[tuple[int, int]] = []
+        # memory that parameters are read from
         self.fixed: list[Any] = []
         compiled = iter(binary.maps)
         for name, kind in binary.signature.items():
             self._add(name, kind, arguments[name], compiled)
         # Triton's scratch memory, of which these kernels need none
         self.fixed += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        self.pointers_type = ctypes.c_uint64 * len(self.pointers)
-        self.addresses_type = ctypes.c_void_p * len(self.fixed)
-        self.addresses = self.addresses_type(
-            *(0 if x is None else ctypes.addressof(x) for x in self.fixed)
-        )
+        self.packed = functools.lru_cache(KEPT)(self._pack)
         self.device = function.device
         block = (binary.threads, 1, 1)
         self.settings = (function.handle, grid[0], 1, 1, *block, binary.shared_bytes)
@@ -110,33 +122,35 @@ class DirectLaunch:
             shape, strides = list(argument.shape), list(argument.strides)
             # without the tensor itself, whose memory would stay in use
             make = functools.partial(make_map, argument.base.dtype, shape, strides, next(compiled))
-            known = functools.lru_cache(KEPT_MAPS)(make)
-            self.maps.append((len(self.fixed), name, known))
+            known = functools.lru_cache(KEPT)(make)
+            self.maps.append((len(self.fixed), self.names.index(name), known))
             self.fixed += [None, *map(ctypes.c_int32, shape)]
             self.fixed += map(ctypes.c_int64, strides)
         elif kind.startswith("*"):
             if name != "work_list_ptr":
-                self.pointers.append((len(self.fixed), name))
+                self.pointers.append((len(self.fixed), self.names.index(name)))
             self.fixed.append(ctypes.c_uint64(argument.data_ptr()))
         else:
             self.fixed.append(NUMBERS[kind](argument))
 
-    def __call__(self, stream: int, addresses: Mapping[str, int]) -> None:
-        """Launch the kernel for tensors at these addresses, by the names of the arguments.
+    def _pack(self, addresses: Addresses) -> tuple[ctypes.Array, list[Any]]:
+        """What the driver reads at a launch: the parameters' addresses, and the parameters."""
+        parameters = self.fixed.copy()
+        for index, number, known in self.maps:
+            parameters[index] = known(addresses[number])
+        for index, number in self.pointers:
+            parameters[index] = ctypes.c_uint64(addresses[number])
+        places = map(ctypes.addressof, parameters)
+        return (ctypes.c_void_p * len(parameters))(*places), parameters
+
+    def __call__(self, addresses: Addresses) -> None:
+        """Launch the kernel on the current stream, for tensors at these addresses.
 
         Raises:
             RuntimeError: the driver refuses the launch.
         """
-        parameters = self.addresses_type.from_buffer_copy(self.addresses)
-        # in a list, which keeps them where they are until the launch has read them
-        maps = [known(addresses[name]) for _, name, known in self.maps]
-        for (index, _, _), tensor_map in zip(self.maps, maps):
-            parameters[index] = ctypes.addressof(tensor_map)
-        pointers = self.pointers_type(*[addresses[name] for _, name in self.pointers])
-        place = ctypes.addressof(pointers)
-        for index, _ in self.pointers:
-            parameters[index] = place
-            place += 8
+        parameters, _ = self.packed(addresses)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         code = driver().cuLaunchKernel(*self.settings, stream, parameters, None)
         if code == NO_CONTEXT:
             use_context(self.device)

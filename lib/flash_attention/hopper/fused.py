@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
-from lib.flash_attention.hopper.direct import TensorMap, make_map
+from lib.flash_attention.hopper.direct import KEPT, Addresses, TensorMap, make_map
 
 ARCHITECTURE = "sm_90a"
 # Rows of a warpgroup's matmul, columns of a tile in shared memory
@@ -29,8 +29,6 @@ STAGES = 2
 WARPGROUP = 128
 # CU_TENSOR_MAP_SWIZZLE_128B
 SWIZZLE_128 = 3
-# Maps that are kept; tensors come back to the same addresses in a training loop.
-KEPT_MAPS = 256
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -123,6 +121,7 @@ class RowsArgument(ctypes.Structure):
 
 
 MAPS = ("q", "k", "v", "grad_out", "grad_q", "grad_k", "grad_v")
+ADDRESSES = ("lse", "lse_log2", "delta", "sums", "turns", "cos", "sin")
 SIZES = (
     *("num_heads", "group", "num_queries", "num_keys", "query_tiles", "key_tiles", "head_dim"),
     *("key_heads", "section"),
@@ -136,8 +135,7 @@ class BackwardArguments(ctypes.Structure):
         *((name, TensorMap) for name in MAPS),
         ("out", RowsArgument),
         ("grad_out_rows", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("lse", "lse_log2", "delta", "sums", "turns")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ADDRESSES),
         *((name, ctypes.c_int) for name in SIZES),
         ("scale", ctypes.c_float),
         # the size is a multiple of the alignment of maps
@@ -149,65 +147,90 @@ class BackwardArguments(ctypes.Structure):
 Launch = Callable[[int, BackwardArguments], None]
 
 
-def flash_backward(
+def make_tensors(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
     grads: Grads,
     angles: tuple[Tensor, Tensor] | None,
-    section: int,
+    *,
     deterministic: bool,
-) -> Grads:
-    """Do what `lib.flash_attention.hopper.launch.flash_backward` does.
+) -> dict[str, Tensor]:
+    """The tensors of a call by the names of `BackwardArguments`, with memory that kernels need.
 
     Args:
         grad_out, out: with rows that a tensor map can describe, as those of q, k and v.
         grads: the tensors to write.
-        section: heads of k, of all sequences, that are worked on at a time.
         deterministic: add to dQ in one order.
     """
+    batch, num_heads, num_queries, head_dim = q.shape
+    tiles = tiles_of(head_dim)
+    query_tiles = -(-num_queries // tiles.queries)
+    rows = batch * num_heads * query_tiles * tiles.queries
+    lse_log2, delta = lse.new_empty(2, rows).unbind()  # log-sum-exp in base 2
+    # without angles the kernels do not read these pointers
+    cos, sin = angles or (lse, lse)
+    tensors = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out, "lse": lse}
+    tensors |= dict(zip(("grad_q", "grad_k", "grad_v"), grads))
+    tensors |= {"lse_log2": lse_log2, "delta": delta, "cos": cos, "sin": sin}
+    tensors["sums"] = lse.new_empty(rows, tiles.dim)  # of dQ
+    if deterministic:
+        tensors["turns"] = lse.new_empty(batch * num_heads * query_tiles, dtype=torch.int32)
+    return tensors
+
+
+def make_launch(
+    tensors: Mapping[str, Tensor],
+    is_causal: bool,
+    scale: float,
+    has_rope: bool,
+    section: int,
+) -> Callable[[Addresses], None]:
+    """The launch of the three kernels, for tensors like those of `make_tensors` at any addresses.
+
+    Args:
+        has_rope: whether gradients of q and k are rotated back.
+        section: heads of k, of all sequences, that are worked on at a time.
+    """
+    q, k = tensors["q"], tensors["k"]
     batch, num_heads, num_queries, head_dim = q.shape
     key_heads, num_keys = k.shape[1:3]
     tiles = tiles_of(head_dim)
     query_tiles, key_tiles = -(-num_queries // tiles.queries), -(-num_keys // tiles.keys)
-    rows = batch * num_heads * query_tiles * tiles.queries
-    for_rows = lse.new_empty(2, rows)  # log-sum-exp in base 2, and delta
-    sums = lse.new_empty(rows, tiles.dim)  # of dQ
-    turns = None
-    if deterministic:
-        turns = lse.new_empty(batch * num_heads * query_tiles, dtype=torch.int32)
-    # without angles the kernels do not read these pointers
-    cos, sin = angles or (lse, lse)
     stored = tiles.keys if tiles.is_wide else ROWS  # rows of dK and dV at a time
     boxes = (tiles.queries, tiles.keys, tiles.keys, tiles.queries, ROWS, stored, stored)
-    maps = dict(zip(MAPS, map(tensor_map, (q, k, v, grad_out, *grads), boxes)))
+    maps = {name: tensor_map(tensors[name], rows) for name, rows in zip(MAPS, boxes)}
+    strides = {name: tensors[name].stride()[:3] for name in ("out", "grad_out")}
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles, key_tiles)
-    arguments = BackwardArguments(
-        **maps,
-        out=RowsArgument(out.data_ptr(), *out.stride()[:3]),
-        grad_out_rows=RowsArgument(grad_out.data_ptr(), *grad_out.stride()[:3]),
-        lse=lse.data_ptr(),
-        lse_log2=for_rows[0].data_ptr(),
-        delta=for_rows[1].data_ptr(),
-        sums=sums.data_ptr(),
-        turns=None if turns is None else turns.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        scale=scale,
-        **dict(zip(SIZES, (*sizes, head_dim, batch * key_heads, section))),
-    )
-    kind = (q.dtype == torch.bfloat16, is_causal, angles is not None)
+    numbers = dict(zip(SIZES, (*sizes, head_dim, batch * key_heads, section)))
+    names = tuple(tensors)
+
+    @functools.lru_cache(KEPT)
+    def pack(addresses: Addresses) -> BackwardArguments:
+        at = dict(zip(names, addresses))
+        return BackwardArguments(
+            **{name: map_at(at[name]) for name, map_at in maps.items()},
+            out=RowsArgument(at["out"], *strides["out"]),
+            grad_out_rows=RowsArgument(at["grad_out"], *strides["grad_out"]),
+            **{name: at.get(name) for name in ADDRESSES},
+            scale=scale,
+            **numbers,
+        )
+
+    kind = (q.dtype == torch.bfloat16, is_causal, has_rope)
     prepare, backward, finish = load_kernels(tiles, q.device.index, *kind)
-    prepare(rows // ROWS, arguments)
-    backward(key_tiles * key_heads * batch, arguments)
-    finish(rows // ROWS * (tiles.columns // COLUMNS), arguments)
-    return grads
+    row_tiles = batch * num_heads * query_tiles * tiles.queries // ROWS
+
+    def launch(addresses: Addresses) -> None:
+        arguments = pack(addresses)
+        prepare(row_tiles, arguments)
+        backward(key_tiles * key_heads * batch, arguments)
+        finish(row_tiles * (tiles.columns // COLUMNS), arguments)
+
+    return launch
 
 
 @functools.cache
@@ -230,16 +253,14 @@ def image_of(tiles: Tiles, is_bfloat16: bool, is_causal: bool, has_rope: bool) -
     return build(tiles.source, tiles.constants(is_bfloat16, is_causal, has_rope), ARCHITECTURE)
 
 
-def tensor_map(x: Tensor, rows: int) -> ctypes.Array:
-    """The tensor map of (batch, heads, tokens, head_dim), for tiles of `rows` rows."""
-    return _tensor_map(x.dtype, tuple(x.shape), x.stride(), rows, x.data_ptr())
+def tensor_map(x: Tensor, rows: int) -> Callable[[int], ctypes.Array]:
+    """What makes the tensor map of a tensor like x at an address, for tiles of `rows` rows.
 
-
-@functools.lru_cache(KEPT_MAPS)
-def _tensor_map(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, address: int
-) -> ctypes.Array:
+    Args:
+        x: (batch, heads, tokens, head_dim).
+    """
     # PyTorch allows any stride in a dimension of size 1
-    steps = [stride if size > 1 else 8 for stride, size in zip(strides, shape)]
+    steps = [stride if size > 1 else 8 for stride, size in zip(x.stride(), x.shape)]
     layout = {"block_size": [1, 1, rows, COLUMNS], "swizzle": SWIZZLE_128}
-    return make_map(dtype, list(shape), [*steps[:3], 1], layout, address)
+    make = functools.partial(make_map, x.dtype, list(x.shape), [*steps[:3], 1], layout)
+    return functools.lru_cache(KEPT)(make)

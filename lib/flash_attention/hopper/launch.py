@@ -77,8 +77,10 @@ Size = tuple[int, int, int, int]
 Grads = tuple[Tensor, Tensor, Tensor]
 # The tensors of a call, by the names of the kernels' arguments.
 Tensors = dict[str, Tensor]
-# A kernel, its grid, and its arguments by name.
+# A Gluon kernel, its grid, and its arguments by name.
 Launch = tuple[Any, tuple[int], dict[str, Any]]
+# Launches kernels on tensors at these addresses, in the order of their names.
+LaunchAt = Callable[[tuple[int, ...]], None]
 log = logging.getLogger(__name__)
 
 
@@ -183,6 +185,7 @@ def _to_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@functools.lru_cache(maxsize=1024)
 def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor map can describe a tensor of 2-byte numbers at an aligned address."""
     used = [stride for stride, size in zip(strides, shape) if size > 1]
@@ -281,8 +284,10 @@ def flash_forward(
     """Do what `lib.flash_attention.triton_attention.flash_forward` does, where `supports` holds."""
     out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
+    key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
     if unpadded.is_faster(q.shape[3], is_causal) and not schedule and _has_compiler():
-        _unpadded_forward(q, k, v, is_causal, scale, out, lse)
+        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        _launch_again(key, tensors, lambda: [_unpadded_launch(tensors, is_causal, scale)])
         return out, lse
     tensors = {"q_desc": q, "k_desc": k, "v_desc": v, "out_desc": out, "lse_ptr": lse}
 
@@ -291,7 +296,7 @@ def flash_forward(
             _forward_launch(tensors, is_causal, scale, schedule or forward_schedule(q.shape[3]))
         ]
 
-    _launch(("forward", is_causal, scale, schedule, _layouts(q, k, v)), tensors, make)
+    _launch(key, tensors, make)
     return out, lse
 
 
@@ -305,10 +310,9 @@ def _forward_launch(tensors: Tensors, is_causal: bool, scale: float, schedule: S
     return _launch_of(forward_kernel, tensors, work, schedule, config, scale)
 
 
-def _unpadded_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor
-) -> None:
-    """The forward pass where tiles need not be wider than heads."""
+def _unpadded_launch(tensors: Tensors, is_causal: bool, scale: float) -> LaunchAt:
+    """The forward kernel where tiles need not be wider than heads."""
+    q, k = tensors["q"], tensors["k"]
     multiprocessors = _multiprocessors(q.device)
     tiles = unpadded.tiles_by_length(q.shape, multiprocessors)[0]
     schedule = Schedule(tiles.warpgroups, tiles.keys, tiles.stages)
@@ -318,13 +322,8 @@ def _unpadded_forward(
     work_list = None
     if programs < num_items <= MAX_LISTED:
         work_list = _work_list(work, programs, q.device)
-    unpadded.flash_forward(
-        *(q, k, v, is_causal, scale),
-        out=out,
-        lse=lse,
-        tiles=tiles,
-        section=work.section,
-        work_list=work_list,
+    return unpadded.make_launch(
+        tensors, is_causal, scale, tiles=tiles, section=work.section, work_list=work_list
     )
 
 
@@ -353,18 +352,21 @@ def flash_backward(
         deterministic: whether results must repeat to the bit.
     """
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
-    if not schedules and _one_kernel_is_faster(q, k, is_causal):
-        inputs = (_to_copy(grad_out), q, k, v, _to_copy(out), lse)
-        section = _fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device))
-        return fused.flash_backward(
-            *(*inputs, is_causal, scale),
-            grads=grads,
-            angles=angles,
-            section=section,
-            deterministic=deterministic,
-        )
-    tensors = _backward_tensors(grad_out, q, k, v, out, lse, grads, angles)
+    out, grad_out = map(_to_copy, (out, grad_out))
+    inputs = (grad_out, q, k, v, out, lse, grads, angles)
     settings = (is_causal, scale, angles is not None)
+    layouts = _layouts(q, k, v, grad_out, out, *grads)
+
+    # one kernel for all three gradients
+    if not schedules and _one_kernel_is_faster(q, k, is_causal):
+        tensors = fused.make_tensors(*inputs, deterministic=deterministic)
+        section = _fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device))
+        key = ("one backward", settings, deterministic, section, layouts)
+        _launch_again(key, tensors, lambda: [fused.make_launch(tensors, *settings, section)])
+        return grads
+
+    # one for dQ, and one for dK and dV
+    tensors = _backward_tensors(*inputs)
 
     def make() -> list[Launch]:
         for_queries, for_keys = schedules or backward_schedules(q.shape[3])
@@ -373,7 +375,6 @@ def flash_backward(
             _keys_launch(tensors, *settings, for_keys),
         ]
 
-    layouts = _layouts(q, k, v, tensors["grad_out_desc"], tensors["out_ptr"], *grads)
     _launch(("backward", settings, schedules, layouts), tensors, make)
     return grads
 
@@ -430,8 +431,7 @@ def _backward_tensors(
     grads: Grads,
     angles: tuple[Tensor, Tensor] | None,
 ) -> Tensors:
-    """The tensors of both backward kernels, with copies of what they cannot address."""
-    out, grad_out = map(_to_copy, (out, grad_out))
+    """The tensors of both backward kernels, with memory that they need."""
     if angles and any(x.data_ptr() % ALIGNMENT for x in angles):
         angles = (angles[0].clone(), angles[1].clone())
     # without angles the kernels do not read these pointers
@@ -489,34 +489,42 @@ def _layouts(*tensors: Tensor) -> tuple:
     return tensors[0].dtype, *((x.shape, x.stride()) for x in tensors)
 
 
-# The launches of each call that has been made: its settings and layouts -> one for each kernel.
-_remembered: dict[tuple, list[DirectLaunch]] = {}
+# The launches of each call that has been made: its settings and layouts -> one or two.
+_remembered: dict[tuple, list[LaunchAt]] = {}
 
 
 def _launch(key: tuple, tensors: Tensors, make: Callable[[], list[Launch]]) -> None:
-    """Launch the kernels of `make`; those of a call with an earlier `key` are known already."""
-    device = tensors["q_desc"].device
+    """Launch the Gluon kernels of `make`; those of a call with an earlier `key` are known."""
+    _launch_again(key, tensors, lambda: _load(make(), tensors))
+
+
+def _load(kernels: list[Launch], tensors: Tensors) -> list[LaunchAt]:
+    """The launches of Gluon kernels, which are compiled side by side."""
+    index, names = next(iter(tensors.values())).device.index, tuple(tensors)
+    kinds = [kind_of(function, arguments) for function, _, arguments in kernels]
+    for kind in kinds:
+        binary_of.start(*kind)
+    return [
+        DirectLaunch(*load(index, *kind), grid, arguments, names)
+        for kind, (_, grid, arguments) in zip(kinds, kernels)
+    ]
+
+
+def _launch_again(key: tuple, tensors: Tensors, make: Callable[[], list[LaunchAt]]) -> None:
+    """Launch what `make` gives; it is known from a call with an earlier `key`."""
+    device = next(iter(tensors.values())).device
     key = (key, device, _multiprocessors(device))
     launches = _remembered.get(key)
     if launches is None:
-        kernels = make()
-        kinds = [kind_of(function, arguments) for function, _, arguments in kernels]
-        # so that they are compiled side by side
-        for kind in kinds:
-            binary_of.start(*kind)
-        launches = [
-            DirectLaunch(*load(device.index, *kind), grid, arguments)
-            for kind, (_, grid, arguments) in zip(kinds, kernels)
-        ]
+        launches = make()
         if len(_remembered) >= MAX_REMEMBERED:
             _remembered.clear()
         # while a CUDA graph is recorded there may be no work list yet
         if not torch.cuda.is_current_stream_capturing():
             _remembered[key] = launches
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+    addresses = tuple([x.data_ptr() for x in tensors.values()])
     for launch in launches:
-        launch(stream, addresses)
+        launch(addresses)
 
 
 def _launch_of(

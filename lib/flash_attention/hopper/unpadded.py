@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper import fused
-from lib.flash_attention.hopper.direct import TensorMap
+from lib.flash_attention.hopper.direct import KEPT, Addresses, TensorMap
 
 # Queries of a warpgroup, columns of a tile in shared memory
 ROWS, COLUMNS = 64, 64
@@ -130,41 +130,46 @@ def tiles_by_length(q: Sequence[int], multiprocessors: int) -> tuple[Tiles, ...]
     return (SHORT_TILES, large) if is_short else (large, SHORT_TILES)
 
 
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def make_launch(
+    tensors: Mapping[str, Tensor],
     is_causal: bool,
     scale: float,
     *,
-    out: Tensor,
-    lse: Tensor,
     tiles: Tiles,
     section: int,
     work_list: Tensor | None,
-) -> None:
-    """Do what `lib.flash_attention.hopper.launch.flash_forward` does, into `out` and `lse`.
+) -> Callable[[Addresses], None]:
+    """The launch of the kernel, for tensors like these at any addresses, in their order.
 
     Args:
+        tensors: q, k, v, out and lse by name; the last two are written.
         section: heads of q, of all sequences, that are worked on at a time.
         work_list: the table of `launch.schedule_tiles` for blocks; None: one for each tile.
     """
+    q, k = tensors["q"], tensors["k"]
     batch, num_heads, num_queries, _ = q.shape
     key_heads, num_keys = k.shape[1:3]
     query_tiles = -(-num_queries // tiles.queries)
     boxes = (ROWS, tiles.keys, tiles.keys, ROWS)
+    maps = {name: fused.tensor_map(tensors[name], rows) for name, rows in zip(MAPS, boxes)}
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles)
-    maps = dict(zip(MAPS, map(fused.tensor_map, (q, k, v, out), boxes)))
-    arguments = ForwardArguments(
-        **maps,
-        lse=lse.data_ptr(),
-        work_list=None if work_list is None else work_list.data_ptr(),
-        scale=scale,
-        **dict(zip(SIZES, (*sizes, batch * num_heads, section))),
-    )
-    items = query_tiles * num_heads * batch
-    launch = load_kernel(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
-    launch(items if work_list is None else work_list.shape[1], arguments)
+    numbers = dict(zip(SIZES, (*sizes, batch * num_heads, section)))
+    names = tuple(tensors)
+
+    @functools.lru_cache(KEPT)
+    def pack(addresses: Addresses) -> ForwardArguments:
+        at = dict(zip(names, addresses))
+        return ForwardArguments(
+            **{name: map_at(at[name]) for name, map_at in maps.items()},
+            lse=at["lse"],
+            work_list=None if work_list is None else work_list.data_ptr(),
+            scale=scale,
+            **numbers,
+        )
+
+    kernel = load_kernel(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
+    blocks = query_tiles * num_heads * batch if work_list is None else work_list.shape[1]
+    return lambda addresses: kernel(blocks, pack(addresses))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,20 +79,26 @@ def load_kernel(name: str, q: Tensor) -> launch.Kernel:
 
 
 def emulate_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `fused.flash_backward` and `unpadded.flash_forward` run on the CPU in this test."""
-    from lib.flash_attention.hopper import fused, unpadded
+    """Let the kernels of `fused.py` and `unpadded.py` run on the CPU in this test."""
+    from lib.flash_attention.hopper import fused, launch, unpadded
 
+    monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(fused, "load_kernels", load_backward)
     monkeypatch.setattr(unpadded, "load_kernel", load_forward)
     monkeypatch.setattr(fused, "tensor_map", tensor_map)
 
 
-def tensor_map(x: Tensor, rows: int) -> ctypes.Array:
-    """`TensorMap` of hopper.cuh."""
+def tensor_map(x: Tensor, rows: int) -> Callable[[int], ctypes.Array]:
+    """What makes `TensorMap` of hopper.cuh."""
     batch, heads, tokens, head_dim = x.shape
-    sizes = (head_dim, tokens, heads, batch, rows)
-    image = struct.pack("<Qqqqiiiii", x.data_ptr(), *x.stride()[:3], *sizes).ljust(128, b"\0")
-    return (ctypes.c_ubyte * 128).from_buffer_copy(image)
+    numbers = (*x.stride()[:3], head_dim, tokens, heads, batch, rows)
+
+    def at(address: int) -> ctypes.Array:
+        image = struct.pack("<Qqqqiiiii", address, *numbers).ljust(128, b"\0")
+        return (ctypes.c_ubyte * 128).from_buffer_copy(image)
+
+    return at
 
 
 def load_backward(

@@ -1,7 +1,9 @@
 """The forward kernel for Hopper GPUs in CUDA C++: on a CPU, by the emulator, and compiled."""
 
 import functools
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -30,7 +32,6 @@ def _emulated(monkeypatch):
     emulate_hopper(monkeypatch)
     monkeypatch.setattr(launch, "has_nvrtc", lambda: True)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # large tiles for short sequences, too; as few heads a section as there can be
     monkeypatch.setattr(unpadded, "SHORT_QUERIES", 0)
     monkeypatch.setattr(launch, "CACHE_BYTES", 1)
@@ -75,6 +76,21 @@ def test_the_output_is_that_of_the_formula(case):
 def test_the_output_of_small_tiles_is_that_of_the_formula(case, monkeypatch):
     monkeypatch.setattr(unpadded, "SHORT_QUERIES", 768)
     assert_right(*(x.detach() for x in make_inputs(case, torch.bfloat16)[:3]), case)
+
+
+@NEEDS_COMPILER
+@EMULATED
+def test_a_later_call_of_the_layout_launches_the_same_on_its_own_tensors(monkeypatch):
+    case = Case(70, 70, 56)
+    first = [x.detach() for x in make_inputs(case, torch.float16)[:3]]
+    assert_right(*first, case)
+    monkeypatch.setattr(unpadded, "make_launch", None)
+    assert_right(*(x + 1 for x in first), case)
+    # the launch that is kept holds no tensor
+    left = [weakref.ref(x) for x in first]
+    del first
+    gc.collect()
+    assert not any(x() is not None for x in left)
 
 
 def test_small_tiles_are_for_short_sequences_and_few_blocks():
