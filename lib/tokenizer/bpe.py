@@ -137,11 +137,12 @@ def train_from_counts(
         if pair_counts[pair] != -negative_count:
             continue
         left, right = pair
-        vocab[len(vocab)] = vocab[left] + vocab[right]
+        new = len(vocab)
+        vocab[new] = vocab[left] + vocab[right]
         merges.append((vocab[left], vocab[right]))
 
         # merge it everywhere, and push the new counts
-        changes = _merge_everywhere(pair, vocab, cells, weights, sites)
+        changes = _merge_everywhere(pair, new, vocab, cells, weights, sites)
         for changed, change in changes.items():
             pair_counts[changed] += change
             if change and pair_counts[changed]:
@@ -151,12 +152,13 @@ def train_from_counts(
 
 def _merge_everywhere(
     pair: Pair,
+    new: int,
     vocab: Mapping[int, bytes],
     cells: list[int],
     weights: Sequence[int],
     sites: defaultdict[Pair, list[int]],
 ) -> Counter[Pair]:
-    """Merge `pair` into the last id of `vocab`; return how the count of each pair changes.
+    """Merge `pair` into the token `new`; return how the count of each pair changes.
 
     `cells` has the id of a token in the first and the last of its bytes' cells, so the neighbors of
     any token are one step away. The word `lower`, before and after `er` has become token 300 and
@@ -168,7 +170,6 @@ def _merge_everywhere(
     `sites` has the first cell of each pair, from left to right; some are out of date.
     """
     left, right = pair
-    new = len(vocab) - 1
     changes: Counter[Pair] = Counter()
     for first in sites.pop(pair):
         second, end = first + len(vocab[left]), first + len(vocab[new])
@@ -515,29 +516,33 @@ class Tokenizer:
         return ids
 
     def _merge_long(self, pretoken: bytes) -> list[int]:
-        """Do the same in O(n log n): a heap has the rank and the index of each known pair."""
-        # one more, for the neighbors of the first id and of the last
-        ids = [*(self._byte_ids[byte] for byte in pretoken), None]
-        after, before = list(range(1, len(ids) + 1)), list(range(-1, len(ids) - 1))
-        after[-1] = len(pretoken)
-        pairs = enumerate(pairwise(ids))
-        heap = [(self._ranks[pair][0], index) for index, pair in pairs if pair in self._ranks]
+        """Do the same at all places of a pair at a time, as training does, in O(n log n)."""
+        cells = [BORDER, *map(self._byte_ids.__getitem__, pretoken), BORDER]
+        weights = [1] * len(cells)
+        sites: defaultdict[Pair, list[int]] = defaultdict(list)
+        for cell, pair in enumerate(pairwise(cells)):
+            if pair in self._ranks:
+                sites[pair].append(cell)
+
+        # the earliest learned first; the pairs that a merge makes come later than it does
+        heap = [(self._ranks[pair], pair) for pair in sites]
         heapq.heapify(heap)
         while heap:
-            rank, index = heapq.heappop(heap)
-            gone = after[index]
-            merge = self._ranks.get((ids[index], ids[gone]))
-            if merge is None or merge[0] != rank:
-                # a merge beside it has taken one of the two
-                continue
-            ids[index], ids[gone] = merge[1], None
-            after[index] = after[gone]
-            before[after[gone]] = index
-            # two pairs with the neighbors are new
-            for left in (before[index], index):
-                if known := self._ranks.get((ids[left], ids[after[left]])):
-                    heapq.heappush(heap, (known[0], left))
-        return [token_id for token_id in ids if token_id is not None]
+            (_, new), pair = heapq.heappop(heap)
+            changes = _merge_everywhere(pair, new, self.vocab, cells, weights, sites)
+            for changed in changes:
+                if new in changed and changed in self._ranks:
+                    heapq.heappush(heap, (self._ranks[changed], changed))
+
+        # take the first cell of each token
+        ids, skip = [], 0
+        for token_id in cells[1:-1]:
+            if skip:
+                skip -= 1
+            else:
+                ids.append(token_id)
+                skip = len(self.vocab[token_id]) - 1
+        return ids
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD.
