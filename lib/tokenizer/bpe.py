@@ -41,7 +41,7 @@ from lib.tokenizer.pretokenize import (
     check_text,
     distinct_special_tokens,
     iter_chunks,
-    safe_cut,
+    join_blocks,
     special_token_pattern,
     split_at_safe_cuts,
     split_at_spaces,
@@ -142,7 +142,17 @@ def train_from_counts(
         merges.append((vocab[left], vocab[right]))
 
         # merge it everywhere, and push the new counts
-        changes = _merge_everywhere(pair, new, vocab, cells, weights, sites)
+        changes: Counter[Pair] = Counter()
+        for first, before, after in _merge_everywhere(pair, new, vocab, cells, sites):
+            # two pairs with the neighbors are gone, and two are new
+            count = weights[first]
+            changes[pair] -= count
+            if before != BORDER:
+                changes[before, left] -= count
+                changes[before, new] += count
+            if after != BORDER:
+                changes[right, after] -= count
+                changes[new, after] += count
         for changed, change in changes.items():
             pair_counts[changed] += change
             if change and pair_counts[changed]:
@@ -155,10 +165,9 @@ def _merge_everywhere(
     new: int,
     vocab: Mapping[int, bytes],
     cells: list[int],
-    weights: Sequence[int],
     sites: defaultdict[Pair, list[int]],
-) -> Counter[Pair]:
-    """Merge `pair` into the token `new`; return how the count of each pair changes.
+) -> Iterator[tuple[int, int, int]]:
+    """Merge `pair` into the token `new`; yield each first cell, and the tokens on both sides.
 
     `cells` has the id of a token in the first and the last of its bytes' cells, so the neighbors of
     any token are one step away. The word `lower`, before and after `er` has become token 300 and
@@ -170,7 +179,6 @@ def _merge_everywhere(
     `sites` has the first cell of each pair, from left to right; some are out of date.
     """
     left, right = pair
-    changes: Counter[Pair] = Counter()
     for first in sites.pop(pair):
         second, end = first + len(vocab[left]), first + len(vocab[new])
         if cells[first] != left or cells[second] != right:
@@ -179,18 +187,13 @@ def _merge_everywhere(
         cells[second - 1] = cells[second] = DEAD
         cells[first] = cells[end - 1] = new
 
-        # two pairs with the neighbors are gone, and two are new
-        before, after, count = cells[first - 1], cells[end], weights[first]
-        changes[pair] -= count
+        # two pairs with the neighbors are new
+        before, after = cells[first - 1], cells[end]
         if before != BORDER:
-            changes[before, left] -= count
-            changes[before, new] += count
             sites[before, new].append(first - len(vocab[before]))
         if after != BORDER:
-            changes[right, after] -= count
-            changes[new, after] += count
             sites[new, after].append(first)
-    return changes
+        yield first, before, after
 
 
 def merge_pair(ids: Sequence[Token], pair: tuple[Token, Token], new_id: Token) -> list[Token]:
@@ -518,7 +521,6 @@ class Tokenizer:
     def _merge_long(self, pretoken: bytes) -> list[int]:
         """Do the same at all places of a pair at a time, as training does, in O(n log n)."""
         cells = [BORDER, *map(self._byte_ids.__getitem__, pretoken), BORDER]
-        weights = [1] * len(cells)
         sites: defaultdict[Pair, list[int]] = defaultdict(list)
         for cell, pair in enumerate(pairwise(cells)):
             if pair in self._ranks:
@@ -529,10 +531,12 @@ class Tokenizer:
         heapq.heapify(heap)
         while heap:
             (_, new), pair = heapq.heappop(heap)
-            changes = _merge_everywhere(pair, new, self.vocab, cells, weights, sites)
-            for changed in changes:
-                if new in changed and changed in self._ranks:
-                    heapq.heappush(heap, (self._ranks[changed], changed))
+            made = set()
+            for _, before, after in _merge_everywhere(pair, new, self.vocab, cells, sites):
+                made.update(((before, new), (new, after)))
+            for pair in made:
+                if pair in self._ranks:
+                    heapq.heappush(heap, (self._ranks[pair], pair))
 
         # take the first cell of each token
         ids, skip = [], 0
@@ -599,15 +603,9 @@ class Tokenizer:
         Memory stays bounded: text is held back only while its tokens may still change. Raises what
         `encode` does, with the index of the string.
         """
-        pending, enough = bytearray(), ITERABLE_BYTES
-        for data in utf8_texts(iterable, "iterable"):
-            pending += data
-            if len(pending) >= enough:
-                cut = safe_cut(pending, self._special_bytes)
-                yield from self.encode(pending[:cut].decode())
-                del pending[:cut]
-                enough = max(ITERABLE_BYTES, 2 * len(pending))
-        yield from self.encode(pending.decode())
+        texts = utf8_texts(iterable, "iterable")
+        for chunk in join_blocks(texts, ITERABLE_BYTES, self._special_bytes):
+            yield from self.encode(chunk.decode())
 
     def encode_stream(
         self, stream: BinaryIO, *, chunk_bytes: int = STREAM_BYTES, workers: int | None = None
