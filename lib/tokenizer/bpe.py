@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import compress, count, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -519,34 +519,27 @@ class Tokenizer:
         return ids
 
     def _merge_long(self, pretoken: bytes) -> list[int]:
-        """Do the same at all places of a pair at a time, as training does, in O(n log n)."""
+        """Do the same as training does: a pair at all its sites at a time, in O(n log n)."""
         cells = [BORDER, *map(self._byte_ids.__getitem__, pretoken), BORDER]
+        begins_token = bytearray(b"\1" * len(cells))
         sites: defaultdict[Pair, list[int]] = defaultdict(list)
-        for cell, pair in enumerate(pairwise(cells)):
-            if pair in self._ranks:
-                sites[pair].append(cell)
+        is_known = map(self._ranks.__contains__, pairwise(cells))
+        for cell in compress(count(), is_known):
+            sites[cells[cell], cells[cell + 1]].append(cell)
 
-        # the earliest learned first; the pairs that a merge makes come later than it does
+        # the earliest learned first; a merge makes only pairs that were learned after it
         heap = [(self._ranks[pair], pair) for pair in sites]
         heapq.heapify(heap)
         while heap:
             (_, new), pair = heapq.heappop(heap)
-            made = set()
-            for _, before, after in _merge_everywhere(pair, new, self.vocab, cells, sites):
+            left_length, made = len(self.vocab[pair[0]]), set()
+            for first, before, after in _merge_everywhere(pair, new, self.vocab, cells, sites):
+                begins_token[first + left_length] = False
                 made.update(((before, new), (new, after)))
             for pair in made:
                 if pair in self._ranks:
                     heapq.heappush(heap, (self._ranks[pair], pair))
-
-        # take the first cell of each token
-        ids, skip = [], 0
-        for token_id in cells[1:-1]:
-            if skip:
-                skip -= 1
-            else:
-                ids.append(token_id)
-                skip = len(self.vocab[token_id]) - 1
-        return ids
+        return list(compress(cells, begins_token))[1:-1]
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD.
