@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
-from itertools import compress, count, pairwise
+from itertools import compress, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -524,7 +524,7 @@ class Tokenizer:
         begins_token = bytearray(b"\1" * len(cells))
         sites: defaultdict[Pair, list[int]] = defaultdict(list)
         is_known = map(self._ranks.__contains__, pairwise(cells))
-        for cell in compress(count(), is_known):
+        for cell in compress(range(len(cells)), is_known):
             sites[cells[cell], cells[cell + 1]].append(cell)
 
         # the earliest learned first; a merge makes only pairs that were learned after it
