@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lib.tokenizer.compiled_encoder import CompiledEncoder
 
 Pair = tuple[int, int]
-# in the cells of training: between words, and between the first and the last cell of a token
+# in cells: between words, and between the first and the last cell of a token
 BORDER, DEAD = -1, -2
 # an id, or the bytes of a token
 Token = TypeVar("Token", int, bytes)
@@ -64,7 +64,7 @@ STREAM_BYTES = 1 << 20
 PART_BYTES = 1 << 16
 # the compiled encoder keeps an id in 24 bits
 MAX_IDS = 1 << 24
-# a longer pre-token, in bytes, is merged with a heap
+# a longer pre-token, in bytes, is merged a pair at a time, as in training
 LONG_PRETOKEN = 32
 # words that the readable encoder caches; some 30 MB
 MAX_CACHED_WORDS = 1 << 17
@@ -142,18 +142,8 @@ def train_from_counts(
         merges.append((vocab[left], vocab[right]))
 
         # merge it everywhere, and push the new counts
-        changes: Counter[Pair] = Counter()
-        for first, before, after in _merge_everywhere(pair, new, vocab, cells, sites):
-            # two pairs with the neighbors are gone, and two are new
-            count = weights[first]
-            changes[pair] -= count
-            if before != BORDER:
-                changes[before, left] -= count
-                changes[before, new] += count
-            if after != BORDER:
-                changes[right, after] -= count
-                changes[new, after] += count
-        for changed, change in changes.items():
+        merged = _merge_everywhere(pair, new, vocab, cells, sites)
+        for changed, change in _count_changes(pair, new, merged, weights).items():
             pair_counts[changed] += change
             if change and pair_counts[changed]:
                 heapq.heappush(heap, priority(changed))
@@ -179,21 +169,41 @@ def _merge_everywhere(
     `sites` has the first cell of each pair, from left to right; some are out of date.
     """
     left, right = pair
+    left_length, length = len(vocab[left]), len(vocab[new])
     for first in sites.pop(pair):
-        second, end = first + len(vocab[left]), first + len(vocab[new])
+        second, end = first + left_length, first + length
         if cells[first] != left or cells[second] != right:
             # a merge beside it has taken one of the two
             continue
         cells[second - 1] = cells[second] = DEAD
         cells[first] = cells[end - 1] = new
 
-        # two pairs with the neighbors are new
+        # note the new pairs with its neighbors
         before, after = cells[first - 1], cells[end]
         if before != BORDER:
             sites[before, new].append(first - len(vocab[before]))
         if after != BORDER:
             sites[new, after].append(first)
         yield first, before, after
+
+
+def _count_changes(
+    pair: Pair, new: int, merged: Iterable[tuple[int, int, int]], weights: Sequence[int]
+) -> Counter[Pair]:
+    """Return how the count of each pair changes where `_merge_everywhere` merges `pair`."""
+    left, right = pair
+    changes: Counter[Pair] = Counter()
+    for first, before, after in merged:
+        # two pairs with the neighbors are gone, and two are new
+        count = weights[first]
+        changes[pair] -= count
+        if before != BORDER:
+            changes[before, left] -= count
+            changes[before, new] += count
+        if after != BORDER:
+            changes[right, after] -= count
+            changes[new, after] += count
+    return changes
 
 
 def merge_pair(ids: Sequence[Token], pair: tuple[Token, Token], new_id: Token) -> list[Token]:

@@ -491,7 +491,7 @@ class CompiledEncoder:
         work.text[:size] = data
         work.ends[0] = size
         number = encode_texts(work.address[bool(allow_special)], 1, self.width)
-        ids = np.array(work.ids[:number])
+        ids = work.ids[:number].copy()
         self.idle.append(work)
         return ids
 
