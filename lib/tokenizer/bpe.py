@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -41,7 +41,7 @@ from lib.tokenizer.pretokenize import (
     check_text,
     distinct_special_tokens,
     iter_chunks,
-    safe_cut,
+    join_blocks,
     special_token_pattern,
     split_at_safe_cuts,
     split_at_spaces,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lib.tokenizer.compiled_encoder import CompiledEncoder
 
 Pair = tuple[int, int]
-# in the cells of training: between words, and between the first and the last cell of a token
+# in cells: between words, and between the first and the last cell of a token
 BORDER, DEAD = -1, -2
 # an id, or the bytes of a token
 Token = TypeVar("Token", int, bytes)
@@ -64,7 +64,7 @@ STREAM_BYTES = 1 << 20
 PART_BYTES = 1 << 16
 # the compiled encoder keeps an id in 24 bits
 MAX_IDS = 1 << 24
-# a longer pre-token, in bytes, is merged with a heap
+# a longer pre-token, in bytes, is merged a pair at a time, as in training
 LONG_PRETOKEN = 32
 # words that the readable encoder caches; some 30 MB
 MAX_CACHED_WORDS = 1 << 17
@@ -137,12 +137,13 @@ def train_from_counts(
         if pair_counts[pair] != -negative_count:
             continue
         left, right = pair
-        vocab[len(vocab)] = vocab[left] + vocab[right]
+        new = len(vocab)
+        vocab[new] = vocab[left] + vocab[right]
         merges.append((vocab[left], vocab[right]))
 
         # merge it everywhere, and push the new counts
-        changes = _merge_everywhere(pair, vocab, cells, weights, sites)
-        for changed, change in changes.items():
+        merged = _merge_everywhere(pair, new, vocab, cells, sites)
+        for changed, change in _count_changes(pair, new, merged, weights).items():
             pair_counts[changed] += change
             if change and pair_counts[changed]:
                 heapq.heappush(heap, priority(changed))
@@ -151,12 +152,12 @@ def train_from_counts(
 
 def _merge_everywhere(
     pair: Pair,
+    new: int,
     vocab: Mapping[int, bytes],
     cells: list[int],
-    weights: Sequence[int],
     sites: defaultdict[Pair, list[int]],
-) -> Counter[Pair]:
-    """Merge `pair` into the last id of `vocab`; return how the count of each pair changes.
+) -> Iterator[tuple[int, int, int]]:
+    """Merge `pair` into the token `new`; yield each first cell, and the tokens on both sides.
 
     `cells` has the id of a token in the first and the last of its bytes' cells, so the neighbors of
     any token are one step away. The word `lower`, before and after `er` has become token 300 and
@@ -168,27 +169,40 @@ def _merge_everywhere(
     `sites` has the first cell of each pair, from left to right; some are out of date.
     """
     left, right = pair
-    new = len(vocab) - 1
-    changes: Counter[Pair] = Counter()
+    left_length, length = len(vocab[left]), len(vocab[new])
     for first in sites.pop(pair):
-        second, end = first + len(vocab[left]), first + len(vocab[new])
+        second, end = first + left_length, first + length
         if cells[first] != left or cells[second] != right:
             # a merge beside it has taken one of the two
             continue
         cells[second - 1] = cells[second] = DEAD
         cells[first] = cells[end - 1] = new
 
+        # note the new pairs with its neighbors
+        before, after = cells[first - 1], cells[end]
+        if before != BORDER:
+            sites[before, new].append(first - len(vocab[before]))
+        if after != BORDER:
+            sites[new, after].append(first)
+        yield first, before, after
+
+
+def _count_changes(
+    pair: Pair, new: int, merged: Iterable[tuple[int, int, int]], weights: Sequence[int]
+) -> Counter[Pair]:
+    """Return how the count of each pair changes where `_merge_everywhere` merges `pair`."""
+    left, right = pair
+    changes: Counter[Pair] = Counter()
+    for first, before, after in merged:
         # two pairs with the neighbors are gone, and two are new
-        before, after, count = cells[first - 1], cells[end], weights[first]
+        count = weights[first]
         changes[pair] -= count
         if before != BORDER:
             changes[before, left] -= count
             changes[before, new] += count
-            sites[before, new].append(first - len(vocab[before]))
         if after != BORDER:
             changes[right, after] -= count
             changes[new, after] += count
-            sites[new, after].append(first)
     return changes
 
 
@@ -515,29 +529,27 @@ class Tokenizer:
         return ids
 
     def _merge_long(self, pretoken: bytes) -> list[int]:
-        """Do the same in O(n log n): a heap has the rank and the index of each known pair."""
-        # one more, for the neighbors of the first id and of the last
-        ids = [*(self._byte_ids[byte] for byte in pretoken), None]
-        after, before = list(range(1, len(ids) + 1)), list(range(-1, len(ids) - 1))
-        after[-1] = len(pretoken)
-        pairs = enumerate(pairwise(ids))
-        heap = [(self._ranks[pair][0], index) for index, pair in pairs if pair in self._ranks]
+        """Do the same as training does: a pair at all its sites at a time, in O(n log n)."""
+        cells = [BORDER, *map(self._byte_ids.__getitem__, pretoken), BORDER]
+        begins_token = bytearray(b"\1" * len(cells))
+        sites: defaultdict[Pair, list[int]] = defaultdict(list)
+        is_known = map(self._ranks.__contains__, pairwise(cells))
+        for cell in compress(range(len(cells)), is_known):
+            sites[cells[cell], cells[cell + 1]].append(cell)
+
+        # the earliest learned first; a merge makes only pairs that were learned after it
+        heap = [(self._ranks[pair], pair) for pair in sites]
         heapq.heapify(heap)
         while heap:
-            rank, index = heapq.heappop(heap)
-            gone = after[index]
-            merge = self._ranks.get((ids[index], ids[gone]))
-            if merge is None or merge[0] != rank:
-                # a merge beside it has taken one of the two
-                continue
-            ids[index], ids[gone] = merge[1], None
-            after[index] = after[gone]
-            before[after[gone]] = index
-            # two pairs with the neighbors are new
-            for left in (before[index], index):
-                if known := self._ranks.get((ids[left], ids[after[left]])):
-                    heapq.heappush(heap, (known[0], left))
-        return [token_id for token_id in ids if token_id is not None]
+            (_, new), pair = heapq.heappop(heap)
+            left_length, made = len(self.vocab[pair[0]]), set()
+            for first, before, after in _merge_everywhere(pair, new, self.vocab, cells, sites):
+                begins_token[first + left_length] = False
+                made.update(((before, new), (new, after)))
+            for pair in made:
+                if pair in self._ranks:
+                    heapq.heappush(heap, (self._ranks[pair], pair))
+        return list(compress(cells, begins_token))[1:-1]
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD.
@@ -594,15 +606,9 @@ class Tokenizer:
         Memory stays bounded: text is held back only while its tokens may still change. Raises what
         `encode` does, with the index of the string.
         """
-        pending, enough = bytearray(), ITERABLE_BYTES
-        for data in utf8_texts(iterable, "iterable"):
-            pending += data
-            if len(pending) >= enough:
-                cut = safe_cut(pending, self._special_bytes)
-                yield from self.encode(pending[:cut].decode())
-                del pending[:cut]
-                enough = max(ITERABLE_BYTES, 2 * len(pending))
-        yield from self.encode(pending.decode())
+        texts = utf8_texts(iterable, "iterable")
+        for chunk in join_blocks(texts, ITERABLE_BYTES, self._special_bytes):
+            yield from self.encode(chunk.decode())
 
     def encode_stream(
         self, stream: BinaryIO, *, chunk_bytes: int = STREAM_BYTES, workers: int | None = None

@@ -53,6 +53,7 @@ from lib.tokenizer.compiled_words import (
     WordCounts,
     find_entry,
     first_entry,
+    new_table,
     pretoken_key,
 )
 from lib.tokenizer.pretokenize import split_at_safe_cuts
@@ -119,7 +120,7 @@ class Cache(NamedTuple):
 def new_cache() -> Cache:
     """Make an empty cache of up to 21 MB; distinct pre-tokens decide how much of it is used."""
     # NumPy asks for huge pages for a large array, unless it is of zeros
-    table = np.empty((1 << 19) * ENTRY, dtype=np.uint64)
+    table = new_table(1 << 19)
     table[:FIRST_TABLE] = 0
     return Cache(
         table=table,
@@ -490,7 +491,7 @@ class CompiledEncoder:
         work.text[:size] = data
         work.ends[0] = size
         number = encode_texts(work.address[bool(allow_special)], 1, self.width)
-        ids = np.array(work.ids[:number])
+        ids = work.ids[:number].copy()
         self.idle.append(work)
         return ids
 

@@ -12,7 +12,7 @@ count as neither letter, number nor space.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, BinaryIO, TypeVar
 
 import regex
@@ -24,15 +24,16 @@ SEPARATOR = "<|endoftext|>"
 UNICODE = "16.0"
 # how much of a file is processed at a time
 CHUNK_BYTES = 4 << 20
-# where a safe cut is looked for first, before the end of a chunk
-NEAR_BYTES = 1 << 10
 AnyBytes = TypeVar("AnyBytes", bytes, memoryview)
 # GPT-2's pattern (Radford et al. 2019, `encoder.py`), grouped as in tiktoken. In words: an English
 # contraction; or letters, or digits, or other symbols, each with at most one space before; or white
 # space, which leaves its last character to the word that follows.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SPACE_BEFORE_WORD = regex.compile(r" (?=\S)")
+# Python's own `\s` has a few control characters more, before which a piece simply goes on
+_SPACE_BEFORE_WORD = re.compile(r" (?=\S)")
 _SPACE_BEFORE_SPACE_OR_END = re.compile(r" (?:\s|\Z)")
+# ASCII white space before anything else; `(?r)` searches from the end
+_SPACE_BEFORE_TEXT = regex.compile(rb"(?r)[ \t\n\r][^\t-\r ]")
 
 
 # Texts
@@ -183,9 +184,19 @@ def iter_chunks(
     one, since a single pre-token must be held whole.
     """
     chunk_bytes = whole_number("chunk_bytes", chunk_bytes, least=1)
+    blocks = iter(partial(stream.read, chunk_bytes), b"")
+    return join_blocks(blocks, chunk_bytes, special_tokens)
+
+
+def join_blocks(
+    blocks: Iterable[bytes], chunk_bytes: int, special_tokens: Sequence[bytes] = ()
+) -> Iterator[bytes]:
+    """Join parts of a text, such as its lines, to chunks as those of `iter_chunks`."""
     pending, searched = bytearray(), 0
-    while block := stream.read(chunk_bytes):
+    for block in blocks:
         pending += block
+        if len(pending) < chunk_bytes:
+            continue
         cut = safe_cut(pending, special_tokens, searched)
         if cut:
             with memoryview(pending) as view:
@@ -203,53 +214,45 @@ def split_at_safe_cuts(
     data: AnyBytes, chunk_bytes: int, special_tokens: Sequence[bytes] = ()
 ) -> Iterator[AnyBytes]:
     """Split `data` into chunks as `iter_chunks` does a stream; those of a memory view are views."""
-    start, size = 0, chunk_bytes
-    longest = max(map(len, special_tokens), default=0)
-    while start + size < len(data):
-        # there is mostly a cut near the end
-        near = max(0, size - longest - NEAR_BYTES)
-        cut = safe_cut(bytes(data[start + near : start + size]), special_tokens, longest)
-        if not cut:
-            near = 0
-            cut = safe_cut(bytes(data[start : start + size]), special_tokens)
+    start, searched, end = 0, 0, chunk_bytes
+    while end < len(data):
+        cut = safe_cut(data, special_tokens, searched, end)
         if cut:
-            yield data[start : start + near + cut]
-            start, size = start + near + cut, chunk_bytes
+            yield data[start:cut]
+            start, searched, end = cut, cut, cut + chunk_bytes
         else:
-            # look for one in a longer chunk
-            size *= 2
+            # look for one in a chunk of twice the length
+            searched = max(start, end - 1 - _lookahead(special_tokens))
+            end += end - start
     yield data[start:]
 
 
-def safe_cut(data: bytes | bytearray, special_tokens: Sequence[bytes] = (), start: int = 0) -> int:
+def safe_cut(
+    data: bytes | bytearray | memoryview,
+    special_tokens: Sequence[bytes] = (),
+    start: int = 0,
+    end: int | None = None,
+) -> int:
     """Return the last index after `start` where UTF-8 `data` can be cut without changing tokens.
 
     A cut is safe before an ASCII white-space character that a non-space follows: a pre-token begins
     there, whatever is on either side. No special token may span the cut or be that following
     non-space, since white space before a special token is split as at the end of a text. More bytes
-    may follow `data` and complete a character or a special token, so the cut keeps that distance
-    from the end.
+    may follow `end`, that of `data` by default, and complete a character or a special token, so the
+    cut keeps that distance from it.
 
     Returns 0 if there is no safe cut.
     """
-    margin = _lookahead(special_tokens)
-    for match in _cut_pattern().finditer(data, max(start, 1)):
+    end = len(data) if end is None else end
+    last = end - 1 - _lookahead(special_tokens)
+    for match in _SPACE_BEFORE_TEXT.finditer(data, start + 1, end):
         cut = match.start()
-        if cut + 1 + margin > len(data):
+        if cut > last or bytes(data[cut + 1 : cut + 4]).startswith(_WIDE_SPACES):
             continue
-        nearby = (data[max(0, cut + 1 - len(t)) : cut + 1 + len(t)] for t in special_tokens)
+        nearby = (bytes(data[max(0, cut + 1 - len(t)) : cut + 1 + len(t)]) for t in special_tokens)
         if not any(token in region for token, region in zip(special_tokens, nearby)):
             return cut
     return 0
-
-
-@lru_cache(maxsize=1)
-def _cut_pattern() -> regex.Pattern[bytes]:
-    """Compile a pattern for ASCII white space before a non-space, searched from the end."""
-    codes = (code for first, last in parse_ranges(WHITESPACE) for code in range(first, last + 1))
-    spaces = b"|".join(chr(code).encode() for code in codes)
-    # `(?r)` searches backwards
-    return regex.compile(rb"(?r)[ \t\n\r](?!" + spaces + rb")(?=.)", regex.DOTALL)
 
 
 def _lookahead(special_tokens: Sequence[bytes]) -> int:
@@ -355,3 +358,9 @@ a9f0-a9f9 aa50-aa59 abf0-abf9 ff10-ff19 10107-10133 10140-10178 1018a-1018b 102e
 1e950-1e959 1ec71-1ecab 1ecad-1ecaf 1ecb1-1ecb4 1ed01-1ed2d 1ed2f-1ed3d 1f100-1f10c 1fbf0-1fbf9
 """
 WHITESPACE = "9-d 20 85 a0 1680 2000-200a 2028-2029 202f 205f 3000"
+# those beyond ASCII, in UTF-8
+_WIDE_SPACES = tuple(
+    chr(code).encode()
+    for first, last in parse_ranges(WHITESPACE)
+    for code in range(max(first, 0x80), last + 1)
+)

@@ -32,7 +32,7 @@ from lib.tokenizer.compiled_scan import (
     padded,
     valid_utf8,
 )
-from lib.tokenizer.compiled_words import ENTRY, WordCounts
+from lib.tokenizer.compiled_words import ENTRY, WordCounts, new_table
 from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
 from tests.texts import every_character, tricky_text
 
@@ -98,6 +98,12 @@ def test_utf8_is_checked_as_python_checks_it(number):
         replaced = text.decode("utf-8", "replace").encode()
         assert is_valid_utf8(data, len(text)) == (replaced == text)
         assert valid_utf8(text) == replaced
+
+
+@pytest.mark.parametrize("rows", [1, 64, 1 << 15, 1 << 19])
+def test_no_entry_of_a_table_crosses_a_line_of_the_cache(rows):
+    table = new_table(rows)
+    assert (len(table), table.ctypes.data % (8 * ENTRY)) == (rows * ENTRY, 0)
 
 
 def as_dictionary(words: WordCounts) -> dict[bytes, int]:

@@ -123,6 +123,22 @@ def test_chunks_never_change_the_pieces(data, chunk_bytes):
         assert [piece for chunk in chunks for piece in pieces_of(chunk)] == pieces_of(data)
 
 
+def test_chunks_of_all_short_texts_have_the_same_pieces():
+    for characters in product("a \n\u3000", repeat=5):
+        data = ("".join(characters) + "word").encode()
+        # the first safe cuts, and the last one
+        for chunk_bytes in (1, len(data) - 1):
+            chunks = split_at_safe_cuts(data, chunk_bytes)
+            assert [piece for chunk in chunks for piece in pieces_of(chunk)] == pieces_of(data)
+
+
+def test_a_cut_too_near_the_end_of_a_block_is_found_with_the_next():
+    for cut in range(480, 520):
+        data = b"a" * cut + b" " + b"a" * 2000
+        for chunks in (iter_chunks(io.BytesIO(data), 500), split_at_safe_cuts(data, 500)):
+            assert list(map(len, chunks)) == [cut, 2001]
+
+
 def test_chunks_are_about_as_long_as_asked_for():
     data = b"some words and more of them " * 1000
     chunks = list(iter_chunks(io.BytesIO(data), 500))
