@@ -9,6 +9,7 @@ The rules for kernels are in `lib.tokenizer.compiled_scan`.
 
 import heapq
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -66,15 +67,15 @@ class Scratch(NamedTuple):
 
 def new_ranks(byte_ids: Sequence[int], merges: Mapping[tuple[int, int], tuple[int, int]]) -> Ranks:
     """Lay out merges, (left id, right id) -> (rank, merged id), for `merge_rank`."""
-    rows = np.array([(*pair, new) for pair, (_, new) in merges.items()], dtype=np.uint64)
-    left, right, merged = rows.reshape(-1, 3).T
+    left, right = np.fromiter(chain.from_iterable(merges), np.uint64).reshape(-1, 2).T
+    merged = np.fromiter((new for _, new in merges.values()), np.uint32)
     ranks = Ranks(
         byte_ids=np.array(byte_ids, dtype=np.uint32),
         byte_ranks=np.empty(1 << 16, dtype=np.uint32),
-        table=np.zeros(power_of_two(4 * len(rows) + 2), dtype=np.uint32),
+        table=np.zeros(power_of_two(4 * len(merges) + 2), dtype=np.uint32),
         # one more, so that there is always something to load
         pairs=np.append(left << U32 | right, ONE * 0),
-        merged=np.append(merged, ONE * 0).astype(np.uint32),
+        merged=np.append(merged, np.uint32(0)),
     )
     fill_table(ranks)
     return ranks

@@ -43,10 +43,10 @@ KEEP_HIGH = np.array([(1 << 8 * max(n - 8, 0)) - 1 for n in range(16)], dtype=np
 
 
 def new_table(rows: int) -> np.ndarray:
-    """Make a table of `rows` entries that hold anything yet, (rows * ENTRY,) uint64.
+    """Make a table of `rows` entries, not initialized, (rows * ENTRY,) uint64.
 
-    It begins at a multiple of an entry's size, so that none crosses a line of the cache: lookups
-    take a fifth less time than where every other one does.
+    It begins at a multiple of an entry's size, so that none lies in two lines of the cache, of
+    which `prefetch` would fetch only the first. NumPy alone may begin it anywhere.
     """
     table = np.empty((rows + 1) * ENTRY, dtype=np.uint64)
     begin = -(table.ctypes.data // table.itemsize) % ENTRY
