@@ -23,8 +23,7 @@ from lib.data.token_array import load_token_array
 from lib.lessons.show import progress_bar
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
-from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm, cosine_lr
+from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
 
