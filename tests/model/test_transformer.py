@@ -204,10 +204,7 @@ def test_other_shapes_than_those_of_the_formula_are_refused():
         # a single row of cosines would serve any length
         (lambda: RotaryEmbedding(8, 1)(torch.ones(2, 5, 8)), "at most max_length 1, got 5"),
         (lambda: RotaryEmbedding(8, 5)(torch.ones(2, 5, 6)), r"x must be \(\.\.\., length, 8\) fl"),
-        (
-            lambda: RotaryEmbedding(8, 9)(torch.ones(2, 3, 8), torch.arange(1)),
-            r"positions must be \(\.\.\., length\), got \(1,\) for x \(2, 3, 8\)",
-        ),
+        (lambda: RotaryEmbedding(8, 9)(torch.ones(2, 3, 8), torch.arange(1)), "positions must be"),
     ],
 )
 def test_parts_refuse_by_name_what_they_would_compute_wrongly(make, message):
