@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lib.ddp.flat import Bucket, fill_buckets
+from lib.ddp.settings import default_bucket_cap_mb
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,9 @@ def test_slices_hold_every_element_once(ranks):
         for param, start, stop, offset in bucket.parts(number):
             found[param][start:stop] += own[offset : offset + stop - start]
     assert all(torch.equal(found[param], param.flatten()) for param in params)
+
+
+@pytest.mark.parametrize(("mebibytes", "cap"), [(0, 25), (800, 25), (801, 25), (3200, 100)])
+def test_a_bucket_is_25_mebibytes_or_a_32nd_of_all_gradients(mebibytes, cap):
+    assert default_bucket_cap_mb(mebibytes * 2**20) == cap
+    assert default_bucket_cap_mb(3698 * 2**20) == 116

@@ -6,9 +6,9 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from lib.ddp import launcher
 from lib.ddp.launcher import WorkerError, launch
 from tests.ddp import workers
 
-ROOT = Path(__file__).resolve().parents[2]
 # Well below every timeout that is not the test's subject.
 SOON = 45
 
@@ -35,7 +34,8 @@ def failure_of(how: str, *, world_size: int = 2, timeout: float = 60) -> WorkerE
     return caught.value
 
 
-def test_results_come_in_order_and_each_rank_has_its_own_copy():
+def test_results_come_in_order_and_each_rank_has_its_own_copy(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     x = torch.zeros(2)
     results = launch(workers.identity, 2, x, backend="gloo", timeout=60)
     assert [result[:2] for result in results] == [(0, 2), (1, 2)]
@@ -44,6 +44,8 @@ def test_results_come_in_order_and_each_rank_has_its_own_copy():
     assert [result[3] for result in results] == [
         {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} for rank in range(2)
     ]
+    # no file stays
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_rank_has_a_group():
@@ -63,12 +65,7 @@ def test_a_rank_never_looks_for_garbage_in_what_was_loaded_before_it_started():
         ("exits", {}, 1, "SystemExit: 3"),
         ("vanishes", {}, 1, "exit code 0 before its function returned"),
         ("is killed", {}, 1, "rank 1 of 2 was killed by SIGKILL"),
-        (
-            "hangs",
-            {"world_size": 3, "timeout": 3},
-            None,
-            r"timeout = 3 s.*not called by rank 1",
-        ),
+        ("hangs", {"world_size": 3, "timeout": 3}, None, "timeout = 3 s.*not called by rank 1"),
         ("sends another shape", {}, 0, r"asked for \(shapes differ between ranks\)"),
         ("returns early", {}, 0, "had returned by then: rank 1"),
     ],
@@ -103,23 +100,6 @@ def test_a_crash_shows_what_the_rank_was_doing():
     assert "Fatal Python error: Segmentation fault" in lines
     assert any("workers.py" in line and "in fail" in line for line in lines)
     assert "_end_with_parent" not in str(error)
-
-
-def test_a_long_folder_for_temporary_files_is_no_hindrance(tmp_path):
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    code = "import os; from lib.ddp.launcher import launch; "
-    code += "print(launch(os.getenv, 2, 'TMPDIR', backend='gloo'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout == f"{[str(folder)] * 2}\n", done.stderr
-    assert not list(folder.iterdir())
 
 
 def test_a_failure_with_a_collective_open_ends_the_job_at_once():
@@ -193,15 +173,20 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("seconds", [0.3, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupt_ends_ranks_that_are_starting_without_a_word(seconds):
     command = [sys.executable, "-c", INTERRUPTED, str(seconds)]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "start_new_session": True}
+    options = {"cwd": workers.ROOT, "capture_output": True, "text": True, "start_new_session": True}
     done = subprocess.run(command, timeout=SOON, **options)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
 def test_ranks_end_with_the_process_that_launched_them(tmp_path):
+    # too long for the name of a socket
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
     code = "import sys; from lib.ddp.launcher import launch; from tests.ddp import workers; "
     code += "launch(workers.write_pid_and_sleep, 2, sys.argv[1], backend='gloo')"
-    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
+    command = [sys.executable, "-c", code, tmp_path]
+    env = os.environ | {"TMPDIR": str(folder)}
+    parent = subprocess.Popen(command, cwd=workers.ROOT, env=env)
     deadline = time.monotonic() + 2 * SOON
     while len(files := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -242,7 +227,7 @@ def test_a_failure_under_torchrun_ends_the_job():
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*agent, "-m", "tests.ddp.workers"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(workers.ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -254,22 +239,9 @@ def test_a_failure_under_torchrun_ends_the_job():
 
 def test_a_rank_says_that_it_lost_another():
     # without torchrun's agent, which may end the other rank before it can say anything
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    code = "import os; from lib.ddp.launcher import run_as_rank; from tests.ddp import workers; "
+    code = "from lib.ddp.launcher import run_as_rank; from tests.ddp import workers; "
     code += "run_as_rank(workers.lose_rank_1, print)"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = workers.start_ranks("-c", code)
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert ranks[1].returncode == -signal.SIGKILL, errors[1]
     assert "ConnectionError: rank 0 lost another rank" in errors[0]

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 @pytest.fixture(scope="module")
 def trained():
-    """Results of `training.equality` on each rank, by world size; each size is launched once."""
-    return {size: launch(training.equality, size, size) for size in (2, 3)}
+    """Results of `training.equality` on each of three ranks."""
+    return launch(training.equality, 3)
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +30,15 @@ def test_on_two_ranks(two_ranks, case):
     assert all(case in passed for passed in two_ranks)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "way"),
-    [(size, way) for size in (2, 3) for way in training.ways_to_train(size)],
-    ids=str,
-)
-def test_training_equals_that_of_one_process(trained, world_size, way):
-    training.check_training([result[way] for result in trained[world_size]])
+@pytest.mark.parametrize("way", training.WAYS_TO_TRAIN, ids=str)
+def test_training_equals_that_of_one_process(trained, way):
+    training.check_training([result[way] for result in trained])
 
 
 def test_ranks_can_have_a_group_of_their_own(trained):
     # the last two of three: weights of the group's first rank, and the mean of gradients 1 and 2
-    assert [result["subgroup"] for result in trained[3]] == [
-        None,
-        [1.0, 1.5] * 5,
-        [1.0, 1.5] * 5,
-    ]
+    found = [result["subgroup"] for result in trained]
+    assert found == [None, [1.0, 1.5] * 5, [1.0, 1.5] * 5]
 
 
 @pytest.mark.parametrize("name", wrappers.WRAPPERS)
@@ -70,8 +63,8 @@ def test_a_single_rank_is_left_alone(name):
 def test_training_on_gpus_equals_that_of_one_process(world_size):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices")
-    results = launch(training.equality, world_size, world_size, backend="nccl")
-    for way in training.ways_to_train(world_size):
+    results = launch(training.equality, world_size, backend="nccl")
+    for way in training.WAYS_TO_TRAIN:
         training.check_training([result[way] for result in results])
 
 

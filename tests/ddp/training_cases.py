@@ -241,21 +241,14 @@ def digest(params: Iterable[Tensor]) -> str:
     return hashlib.sha256(bits).hexdigest()
 
 
-def ways_to_train(world_size: int) -> list[tuple[str, str, int]]:
-    """Wrapper, optimizer and micro-batches; fewer where ranks outnumber cores."""
-    hows = [("adamw", 3), ("sgd", 1)] if world_size < 3 else [("adamw", 3)]
-    return [(name, *how) for how in hows for name in WRAPPERS]
+WAYS_TO_TRAIN = [(name, *how) for how in [("adamw", 3), ("sgd", 1)] for name in WRAPPERS]
+"""Wrapper, optimizer and micro-batches."""
 
 
-def equality(world_size: int) -> dict:
-    """The result of each way to train.
-
-    A group of three ranks tells of one of two ranks too: starting workers takes longest.
-    """
-    results: dict = {
-        (name, *how): train(WRAPPERS[name], *how) for name, *how in ways_to_train(world_size)
-    }
-    return results | {"subgroup": subgroup() if world_size == 3 else None}
+def equality() -> dict:
+    """The result of each way to train, and of a group of two where there are three ranks."""
+    results: dict = {(name, *how): train(WRAPPERS[name], *how) for name, *how in WAYS_TO_TRAIN}
+    return results | {"subgroup": subgroup() if process_group.world_size() == 3 else None}
 
 
 def check_training(results: list[Trained], *, is_exact: bool = False) -> None:

@@ -8,6 +8,8 @@ import io
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from torch import nn
 from lib.ddp import launcher, process_group
 from lib.ddp.launcher import parse_as_rank
 
+ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVES = ("reduce_scatter_single", "reduce_scatter_tensor", "all_gather_single")
 COLLECTIVES += ("all_gather_into_tensor", "all_reduce", "broadcast")
 
@@ -80,6 +83,25 @@ def _noting(
 
 
 # Launching
+
+
+def start_ranks(*program: str) -> list[subprocess.Popen]:
+    """Start Python's `program` as two ranks, as torchrun does, without its agent."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *program],
+            env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
 
 
 def identity(x: torch.Tensor) -> tuple[int, int, torch.Tensor, dict[str, str]]:

@@ -515,7 +515,6 @@ NAMES = {
         cast=lambda x, dtype: x,
         convert_layout=lambda x, layout: x,
         broadcast=lambda *xs: [value(x) for x in np.broadcast_arrays(*xs)],
-        permute=lambda x, order: value(np.transpose(x, order)),
         split=lambda x: (x[..., 0], x[..., 1]),
         join=lambda a, b: value(np.stack([a, b], -1)),
     ),

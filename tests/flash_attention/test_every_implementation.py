@@ -148,7 +148,7 @@ def test_large_scores_do_not_overflow(flash, head_dim):
 
 
 @ON_WIDTHS
-@pytest.mark.parametrize(("tokens", "is_causal"), [(64, True), (63, False), (100, True)])
+@pytest.mark.parametrize(("tokens", "is_causal"), [(63, False), (100, True)])
 def test_a_key_of_minus_infinity_has_no_weight_and_no_gradient(flash, tokens, is_causal, head_dim):
     case = Case(tokens, tokens, head_dim, is_causal)
     q, k, v, grad_out = (x.detach() for x in flash.inputs(case, torch.float16))

@@ -52,8 +52,6 @@ SMALL = [
         ((1, 1, 16), True),
         ((63, 63, 32), False),
         ((97, 40, 16), True),
-        ((97, 40, 16), False),
-        ((40, 97, 80), True),
         ((40, 97, 80), False),
     ]
 ]
@@ -104,13 +102,7 @@ def test_ieee_on_request_has_the_error_of_float32(kernels, case):
 @ON_KERNEL_DEVICES
 @pytest.mark.parametrize(
     ("tile", "sizes", "is_causal"),
-    [
-        ((16, 64), (70, 100), True),
-        ((16, 64), (100, 70), False),
-        ((64, 16), (70, 100), False),
-        ((64, 16), (100, 70), True),
-        ((32, 32), (70, 70), True),
-    ],
+    [((16, 64), (70, 100), True), ((64, 16), (100, 70), True), ((32, 32), (70, 40), False)],
     ids=str,
 )
 def test_the_kernels_are_right_in_any_tiles(kernels, tile, sizes, is_causal, device):

@@ -79,8 +79,8 @@ def test_calls_that_differ_and_lost_ranks_are_named(found):
 
 
 def test_wrappers_train_on_it_as_one_process_does():
-    results = launch(training.equality, 2, 2, backend="simulated", options=cases.PCIE)
-    for way in training.ways_to_train(2):
+    results = launch(training.equality, 2, backend="simulated", options=cases.PCIE)
+    for way in training.WAYS_TO_TRAIN:
         training.check_training([result[way] for result in results])
 
 

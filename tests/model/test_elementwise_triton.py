@@ -84,12 +84,13 @@ def test_the_rope_kernel_is_the_module(device, dtype, shape, layout):
 
 @ON_KERNEL_DEVICES
 @ON_DTYPES
-@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 70, 2, 20)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 70, 2, 20)], ids=str)
 def test_the_kernel_of_rotated_attention_is_the_module_and_attention(device, dtype, shape):
     from lib.model.elementwise_triton import rotated_attention
 
     rope = RotaryEmbedding(shape[3], shape[1] + 3, device=device)
-    qkv = make_qkv(shape, dtype, device)
+    # every other number of memory
+    qkv = make_qkv((*shape[:3], 2 * shape[3]), dtype, device).detach()[..., ::2].requires_grad_()
     wide = qkv.detach().double().requires_grad_()
     q, k, v = (part.transpose(1, 2) for part in rotated_by_the_module(wide, rope))
     right = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -126,11 +127,7 @@ def test_eager_calls_of_rotated_attention_give_the_bits_of_its_operator(device):
         ((1, 5, 3, 2, 4), torch.float64, "one of torch.bfloat16, .*got .* torch.float64"),
         ((1, 5, 2, 2, 4), torch.float32, r"qkv must be \(batch, length, 3, heads, even head_dim"),
         ((5, 3, 2, 4), torch.float32, r"qkv must be \(batch, length, 3, heads, even head_dim"),
-        (
-            (1, 5, 3, 2, 6),
-            torch.float32,
-            r"cos and sin must be \(tokens, 3\) float32, got \(5, 2\)",
-        ),
+        ((1, 5, 3, 2, 6), torch.float32, r"cos and sin must be .*, got \(5, 2\)"),
     ],
     ids=str,
 )
@@ -181,9 +178,7 @@ STRIDED = {
 
 @ON_KERNEL_DEVICES
 @pytest.mark.parametrize("layout", STRIDED)
-@pytest.mark.parametrize(
-    "name", ["swiglu", "rms_norm", "add_rms_norm", "rotated_qkv", "rotated_attention"]
-)
+@pytest.mark.parametrize("name", ["swiglu", "rms_norm", "add_rms_norm", "rotated_qkv"])
 def test_kernels_take_any_strides(device, name, layout):
     from lib.model import elementwise_triton
 
@@ -196,7 +191,6 @@ def test_kernels_take_any_strides(device, name, layout):
         "rms_norm": lambda x, other: (x, weight, 1e-5),
         "add_rms_norm": lambda x, other: (x, other, weight, 1e-5),
         "rotated_qkv": lambda x, other: (x[:, :, None, None].expand(3, 4, 3, 1, 8), *tables),
-        "rotated_attention": lambda x, other: (x[:, :, None, None].expand(3, 4, 3, 1, 8), *tables),
     }[name]
     tables = [lay_out(draw(3, 4, 8, seed=5).to(device))[0, :, :4] for _ in range(2)]
 

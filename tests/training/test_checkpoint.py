@@ -379,8 +379,8 @@ def test_keep_last_deletes_oldest_first_and_hides_before_it_deletes(tmp_path, mo
         ({"tensors": {"a": 3}}, "tensors: a must be a dense tensor .*, got int"),
         ({"model": {"a": torch.ones(2).to_sparse()}}, "model: a must be a dense .*_coo"),
         (
-            {"optimizer": torch.optim.SGD([{"params": [torch.ones(1)], "odd": {1, 2}}], lr=0.1)},
-            "the optimizer's settings must be JSON values",
+            {"optimizer": torch.optim.SGD([{"params": [torch.ones(1)], "odd": {1}}])},
+            "settings must",
         ),
     ],
 )

@@ -82,11 +82,6 @@ def test_values_at_the_edge_are_right(cls, changes):
     assert dataclasses.asdict(config).items() >= changes.items()
 
 
-def test_what_is_evaluated_by_default_was_saved_before():
-    config = TrainConfig()
-    assert config.eval_interval % config.checkpointing_interval == 0
-
-
 def test_a_heads_width_and_the_inner_width_that_is_built():
     model = ModelConfig(d_model=96, num_heads=6, d_ff=250)
     assert (model.head_dim, model.ff_width) == (16, 250)
@@ -108,12 +103,6 @@ def test_a_preset_fits_together(name):
     assert training.model.d_ff == pytest.approx(8 / 3 * training.model.d_model, rel=0.05)
     # what is sampled fits the model's context
     assert config.sample.max_new_tokens <= 2 * training.model.context_length
-
-
-def test_the_tinystories_preset_sees_as_many_tokens_as_the_course_asks_for():
-    training = from_json(PipelineConfig, PRESETS / "tinystories.json").train
-    seen = training.steps * training.batch_size * training.model.context_length
-    assert seen == 327_680_000
 
 
 @pytest.mark.parametrize("name", ["tiny", "tinystories"])

@@ -214,10 +214,7 @@ def test_only_the_files_that_transformers_reads_are_imported(make_run):
     [
         (lambda head: head.bfloat16(), None),
         (lambda head: head.double(), "must be float32, bfloat16 or float16, got torch.float64"),
-        (
-            lambda head: head.index_fill(1, torch.tensor([3]), math.nan),
-            "must be finite, got 257 NaN",
-        ),
+        (lambda head: head.index_fill(1, torch.tensor([3]), math.nan), "must be finite, got 257"),
     ],
 )
 def test_weights_of_several_dtypes_become_one_or_are_refused_by_name(make_run, change, message):

@@ -39,6 +39,8 @@ from tests.training.runs import (
 
 CPU = torch.device("cpu")
 
+SHORT = {"low_precision_weights": True, "dtype": "bfloat16"}
+
 # Bad input is named before any work
 
 
@@ -66,10 +68,7 @@ def refusal(config, changes, tmp_path, capsys) -> str:
         ({"model.vocab_size": 280}, "vocab_size must be at least 300"),
         ({"cuda_graph": True}, "cuda_graph must be False on device cpu"),
         ({"low_precision_weights": True}, "dtype must be bfloat16 or float16 with low_precision"),
-        (
-            {"low_precision_weights": True, "dtype": "bfloat16", "gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps must be 1 with low_precision_weights",
-        ),
+        (SHORT | {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps must be 1 with"),
         ({"device": "cuda:77"}, "'cuda:77'"),
         ({"data": None}, "data must be a folder made by"),
         ({"data": "/no/such/folder"}, "'/no/such/folder', which has no bpe.json"),
@@ -177,20 +176,13 @@ def test_a_finished_run_is_up_to_date_and_nothing_is_written(straight, config, m
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"batch_size": 5},
-            "a step was 4 sequences = batch_size 4 × gradient_accumulation_steps 1 × world_size 1, "
-            "now 5 = batch_size 5 × .*; batch_size 4 would fit, else give another output",
-        ),
+        ({"batch_size": 5}, "a step was 4 sequences = .*, now 5 = .*; batch_size 4 would fit"),
         ({"dtype": "bfloat16"}, "dtype was float32, now bfloat16"),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model.d_ff was 32, now 64"),
+        ({"gradient_accumulation_steps": 2}, "now 8 = .*; batch_size 2 would fit"),
         (
-            {"gradient_accumulation_steps": 2},
-            "now 8 = batch_size 4 × gradient_accumulation_steps 2 × .*; batch_size 2 would fit",
-        ),
-        (
-            lambda folder: {"data": tokenized(folder / "other", seed=1)},
-            r"data\.train was \w+, now \w+; data.validation was",
+            lambda folder: {"data": tokenized(folder, seed=1)},
+            "data.train was .*validation was",
         ),
         # no batch_size fits
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps 3 × world_size 1; give"),

@@ -141,18 +141,15 @@ def test_a_fresh_process_opens_nothing_but_code_and_finishes_the_race(tmp_path, 
     # what is installed beside the workbook travels, too
     (tmp_path / "beside.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    # our attention looks for tuned tiles, which need not be there
+    # compiled kernels, which need not be there
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    tiles = (
-        "    from lib.flash_attention.tiles import _known_tiles\n    assert _known_tiles() == {}\n"
-    )
     tries = "".join(
         f"    try:\n        {act}\n        raise ValueError({name!r})\n"
         "    except PermissionError as error:\n        print(error)\n"
         for name, act in FORBIDDEN.items()
     )
     course = toy_course()
-    source = "import beside\n" + edited(ENTRY, {BUILD: tiles + tries + BUILD})
+    source = "import beside\n" + edited(ENTRY, {BUILD: tries + BUILD})
     found = run_entry(source, course, 1)
     assert found.curve[-1][2] <= course.race.target
     assert np.diff([0, *(point[0] for point in found.curve)]).min() >= course.race.judged_every
