@@ -335,7 +335,8 @@ def run_on_threads(job: Callable[[Threads], Any], count: int) -> list[Any]:
     def work(number: int) -> None:
         try:
             results[number] = job(Threads(number, board))
-        except (Exception, SystemExit) as error:
+        # all, or the others would wait for a rank that has ended unseen
+        except BaseException as error:
             errors[number] = error
         board.end(number)
         ended.put(number)

@@ -84,6 +84,17 @@ def test_a_rank_that_ends_early_leaves_nobody_waiting():
         run_on_threads(job, 2)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_rank_that_ends_by_any_error_leaves_nobody_waiting(error):
+    def job(ranks):
+        if ranks.number == 1:
+            raise error
+        ranks.all_reduce(torch.ones(2))
+
+    with pytest.raises(error), time_limit(2):
+        run_on_threads(job, 2)
+
+
 def test_of_ranks_that_fail_the_lowest_rank_s_error_is_raised_though_others_were_first():
     def job(ranks):
         # rank 0 only waits for the others, in vain
