@@ -158,7 +158,9 @@ class ShardedOptimizer(Optimizer):
             # without parameters, to learn its defaults
             defaults = dict(optimizer_cls([{"params": []}], **kwargs).defaults)
             Optimizer.__init__(self, params, defaults)
-            name = strategy if isinstance(strategy, str) else strategy.__qualname__
+            # a partial function has no name of its own
+            name = getattr(strategy, "__qualname__", type(strategy).__name__)
+            name = strategy if isinstance(strategy, str) else name
             facts = {"strategy": name, "optimizer_cls": optimizer_cls.__qualname__} | options
             return {name: str(value) for name, value in facts.items()} | self._facts()
 

@@ -1,8 +1,11 @@
 """The sharded optimizer trains as one process does, and shares state, traffic and checkpoints."""
 
+import functools
+
 import pytest
 import torch
 
+from lib.sharded_optimizer.shards import whole_shards
 from tests.ddp.training_cases import OPTIMIZERS as TRAINED
 from tests.ddp.training_cases import check_training
 from tests.ddp.workers import launch, run_cases
@@ -67,6 +70,12 @@ def test_a_single_rank_is_left_alone(how):
     assert all(param.grad is grad for param, grad in zip(params, grads))
     assert [param.data_ptr() for param in params] == addresses
     assert not any(param._post_accumulate_grad_hooks for param in params)
+
+
+def test_what_divides_parameters_may_be_a_partial_function():
+    module = cases.stack()
+    made = cases.made_of(module, cases.ADAMW, strategy=functools.partial(whole_shards))
+    assert [shard.leaf for shard in made.shards] == list(module.parameters())
 
 
 def test_schedulers_find_what_they_look_for():
