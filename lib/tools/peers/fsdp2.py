@@ -84,11 +84,16 @@ class FullySharded(nn.Module):
         return added
 
     def finish_gradient_synchronization(self) -> None:
-        """Move the gradients, which FSDP2 has averaged in backward, into the shards."""
+        """Move the gradients, which FSDP2 has averaged in backward, into the shards.
+
+        They are added to those that are there already. Called again, it changes nothing.
+        """
         for shard in self.shards:
             grad: Any
             grad, shard.param.grad = shard.param.grad, None
-            shard.leaf.grad = None if grad is None else grad.to_local().view(shard.leaf.shape)
+            if grad is not None:
+                part, before = grad.to_local().view(shard.leaf.shape), shard.leaf.grad
+                shard.leaf.grad = part if before is None else before + part
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
