@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.__main__ import COMMANDS, config_of, load
-from lib.core.hardware import HAS_TRITON
 from lib.core.settings import NonEmpty, PositiveInt, check, from_json, settings, to_json
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig
@@ -133,10 +132,7 @@ def test_a_value_of_the_wrong_type_is_refused_in_python_too(cls, wrong):
 
 
 CONFIGS = {
-    name: cls
-    for name, command in COMMANDS.items()
-    # the tuner imports Triton
-    if (HAS_TRITON or "tune" not in name) and (cls := config_of(load(command.function)))
+    name: cls for name, command in COMMANDS.items() if (cls := config_of(load(command.function)))
 }
 
 
