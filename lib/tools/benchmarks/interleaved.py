@@ -119,7 +119,10 @@ class Trainings:
         }
 
     def problem_of(self, name: str) -> dict[str, str] | None:
-        """Warm up a training; return why it cannot be measured, if it is refused or too large."""
+        """Warm up a training; return why it cannot be measured, if it is refused or too large.
+
+        That is the same on all ranks, though it may be too large for one of them alone.
+        """
         status, reason = "", ""
         try:
             with self.training(name):
@@ -134,9 +137,15 @@ class Trainings:
             if self.is_together and len(self.cases) > 1:
                 reason += "; --no_together holds one model at a time"
             free_memory(error)
-        # where one rank alone has a problem, the others hang in its training, and time out
-        gather_objects(status, self.groups.hosts)
-        return {"status": status, "reason": reason} if status else None
+        # where one rank alone has a problem, the others hang in its training, and time out; but in
+        # `none` each trains alone
+        own = {"status": status, "reason": reason} if status else None
+        found = [problem for problem in gather_objects(own, self.groups.hosts) if problem]
+        if not found:
+            return None
+        self.held.pop(name, None)
+        free_memory()
+        return found[0]
 
     def figures(self, name: str, times: list[float]) -> dict[str, Any]:
         """Time, memory and losses of one training."""

@@ -112,6 +112,23 @@ def test_epochs_are_interleaved_there_and_back_and_a_refused_training_is_left_ou
     assert bool(trainings.held) == fits
 
 
+def test_a_training_that_is_too_large_for_one_rank_is_left_out_by_all(monkeypatch):
+    cases = [Case(**vars(cases_of(LmMatrixConfig)[0]) | {"method": name}) for name in "ab"]
+    problem = {"status": "oom", "reason": "too large"}
+    of_another_rank = {"a": None, "b": problem}
+    monkeypatch.setattr(
+        module,
+        "gather_objects",
+        lambda value, group=None: [value, of_another_rank[trainings.events[-1][-1]]],
+    )
+    config = LmMatrixConfig(timed_epochs=1, trace_steps=0)
+    trainings = Recorded(cases, config, types.SimpleNamespace(hosts=None))
+    rows = trainings.run()
+    assert rows["a"]["status"] == "ok"
+    assert (rows["b"]["status"], rows["b"]["reason"]) == ("oom", "too large")
+    assert list(trainings.held) == ["a"]
+
+
 def test_an_epochs_time_is_the_mean_of_the_ranks_and_tokens_are_those_of_all(monkeypatch):
     monkeypatch.setattr(module, "gather_objects", lambda value: [value, [30.0, 50.0, 90.0]])
     case = types.SimpleNamespace(ranks=2, tr_batch_size=4, context_length=8)
