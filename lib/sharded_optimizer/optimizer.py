@@ -187,7 +187,6 @@ class ShardedOptimizer(Optimizer):
             params += param_group["params"]
         self.inner = on_each_rank(lambda: optimizer_cls(inner_groups, **kwargs), group)
         self.state = self.inner.state
-        self.is_double = any(p.dtype in (torch.float64, torch.complex128) for p in params)
         # shards that all ranks have, and update in the same way: of a divided module the vectors
         self.replicated: list[Shard] = []
         if not self.shards_whole:
@@ -270,8 +269,8 @@ class ShardedOptimizer(Optimizer):
         if self.ranks == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
-        params = (param for group in self.param_groups for param in group["params"])
-        device = (self.shards[0].leaf if self.shards else next(params, norm)).device
+        params = [param for group in self.param_groups for param in group["params"]]
+        device = (self.shards[0].leaf if self.shards else params[0] if params else norm).device
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
@@ -281,7 +280,8 @@ class ShardedOptimizer(Optimizer):
             once = grad_norm(replicated).to(device, torch.float64).square()
             others = (self.ranks - 1) * once
             square = torch.where(once.isfinite(), square - others, once)
-        return square.sqrt().to(torch.float64 if self.is_double else torch.float32)
+        is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+        return square.sqrt().to(torch.float64 if is_double else torch.float32)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:

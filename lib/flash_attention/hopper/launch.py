@@ -71,8 +71,8 @@ SECTION_BLOCKS = 4
 HEAD_DIMS = range(40, 257, 8)
 # Addresses of tensors are multiples of this, in bytes.
 ALIGNMENT = 16
-# Calls that are remembered, each in a few KB.
-MAX_REMEMBERED = 4096
+# Calls that are remembered, each in a few KB; where tensors lie at ever other addresses, in 250.
+MAX_REMEMBERED = 512
 Size = tuple[int, int, int, int]
 Grads = tuple[Tensor, Tensor, Tensor]
 # The tensors of a call, by the names of the kernels' arguments.
