@@ -1,4 +1,4 @@
-"""What an answer makes and keeps in memory: the meters of exercises about it."""
+"""Meters of what an answer makes and keeps in memory, for exercises about it."""
 
 from __future__ import annotations
 

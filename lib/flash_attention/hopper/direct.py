@@ -134,7 +134,7 @@ class DirectLaunch:
             self.fixed.append(NUMBERS[kind](argument))
 
     def _pack(self, addresses: Addresses) -> tuple[ctypes.Array, list[Any]]:
-        """What the driver reads at a launch: the parameters' addresses, and the parameters."""
+        """Pack what the driver reads at a launch: the parameters' addresses, and the parameters."""
         parameters = self.fixed.copy()
         for index, number, known in self.maps:
             parameters[index] = known(addresses[number])

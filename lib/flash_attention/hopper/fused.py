@@ -254,7 +254,7 @@ def image_of(tiles: Tiles, is_bfloat16: bool, is_causal: bool, has_rope: bool) -
 
 
 def tensor_map(x: Tensor, rows: int) -> Callable[[int], ctypes.Array]:
-    """What makes the tensor map of a tensor like x at an address, for tiles of `rows` rows.
+    """Return a function: address -> tensor map of a tensor like x, for tiles of `rows` rows.
 
     Args:
         x: (batch, heads, tokens, head_dim).

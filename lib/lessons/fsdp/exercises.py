@@ -398,7 +398,7 @@ def draw_whole_mlp(generator: random.Random, size: int) -> tuple:
 def with_a_part(
     mlp: Callable, x: Tensor, w1: Tensor, w2: Tensor, grad_y: Tensor, ranks: Any
 ) -> Named:
-    """What a rank computes that has only its parts of the matrices: the rest is NaN."""
+    """The result of a rank that has only its parts of the matrices: the rest is NaN."""
     rows = torch.arange(len(w1)).chunk(ranks.count)[ranks.number]
     w1_part, w2_part = torch.full_like(w1, torch.nan), torch.full_like(w2, torch.nan)
     w1_part[rows], w2_part[:, rows] = w1[rows], w2[:, rows]

@@ -176,7 +176,7 @@ class Step(NamedTuple):
     """To the target, the mean over the seeds."""
 
     seconds: list[float]
-    """Of each seed."""
+    """Seconds of each seed's run."""
 
     before: list[float] | None
     """Seconds of the recipe that it changes; None if one climb did not measure both."""
@@ -213,7 +213,7 @@ def climbs(records: Sequence[Entry]) -> list[dict[str, Entry]]:
 
 
 def host_of(entry: Entry) -> tuple[str, int]:
-    """What tells machines of one name apart: the system, and the cores that were given."""
+    """The system and the cores that were given, which tell machines of one name apart."""
     return entry["platform"], entry["cores"]
 
 
