@@ -98,8 +98,6 @@ class FSDP(GradientSync, Wrapper):
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
         self.prefetches = prefetch
-        like = next(module.parameters(), torch.empty(0))
-        self.op, self.divisor = averaging(like, group)
         given = default_blocks(module) if blocks is None else blocks
         chosen = [[part] if isinstance(part, nn.Module) else list(part) for part in given]
         kept = list(full_precision)
@@ -443,11 +441,12 @@ class FSDP(GradientSync, Wrapper):
             if not has:
                 presence[index] = 0
         # one all-reduce for each dtype
+        op, divisor = averaging(presence, self.group)
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            dist.all_reduce(joined, self.op, group=self.group, async_op=True).wait()
-            if self.divisor > 1:
-                joined.div_(self.divisor)
+            dist.all_reduce(joined, op, group=self.group, async_op=True).wait()
+            if divisor > 1:
+                joined.div_(divisor)
             means = joined.split([tensor.numel() for tensor in tensors])
             views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
             torch._foreach_copy_(tensors, views)

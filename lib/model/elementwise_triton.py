@@ -287,7 +287,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_and_value)
         *shape, width = gate_and_value.shape
         out = gate_and_value.new_empty(*shape, width // 2)
-        _launch_swiglu(_swiglu_kernel, gate_and_value, out, out)
+        _launch_swiglu(_swiglu_kernel, gate_and_value, out)
         return out
 
     @staticmethod
@@ -298,7 +298,7 @@ class _SwiGLU(torch.autograd.Function):
         return grad
 
 
-def _launch_swiglu(kernel, gate_and_value: Tensor, second: Tensor, out: Tensor) -> None:
+def _launch_swiglu(kernel, gate_and_value: Tensor, *others: Tensor) -> None:
     """Launch one program for each tile of rows and columns, of which a thread has 8 neighbors."""
     d_ff = gate_and_value.shape[-1] // 2
     num_rows = gate_and_value.numel() // (2 * d_ff)
@@ -306,8 +306,7 @@ def _launch_swiglu(kernel, gate_and_value: Tensor, second: Tensor, out: Tensor) 
     grid = (triton.cdiv(num_rows, SWIGLU_ROWS) * triton.cdiv(d_ff, SWIGLU_COLUMNS),)
     kernel[grid](
         gate_and_value,
-        second,
-        out,
+        *others,
         num_rows,
         D_FF=d_ff,
         ROWS=SWIGLU_ROWS,
@@ -319,7 +318,6 @@ def _launch_swiglu(kernel, gate_and_value: Tensor, second: Tensor, out: Tensor) 
 @triton.jit
 def _swiglu_kernel(
     x_ptr,
-    unused_ptr,
     out_ptr,
     num_rows,
     D_FF: tl.constexpr,

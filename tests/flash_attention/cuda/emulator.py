@@ -90,7 +90,7 @@ def emulate_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensor_map(x: Tensor, rows: int) -> Callable[[int], ctypes.Array]:
-    """What makes `TensorMap` of hopper.cuh."""
+    """Return a function: address -> `TensorMap` of hopper.cuh."""
     batch, heads, tokens, head_dim = x.shape
     numbers = (*x.stride()[:3], head_dim, tokens, heads, batch, rows)
 

@@ -92,7 +92,7 @@ def test_a_matmul_kernel_loads_each_operand_once_for_each_tile_of_the_other(tile
 
 def test_a_kernel_of_the_library_does_the_same_when_it_is_recorded():
     x, out = torch.randn(3, 40).half(), torch.empty(3, 20).half()
-    watch(_swiglu_kernel, (1,), x, out, out, 3, D_FF=20, ROWS=4, COLUMNS=32)
+    watch(_swiglu_kernel, (1,), x, out, 3, D_FF=20, ROWS=4, COLUMNS=32)
     gate, value = x.float().chunk(2, -1)
     torch.testing.assert_close(out, (torch.nn.functional.silu(gate) * value).half())
 
