@@ -365,13 +365,12 @@ def find_command(arguments: list[str]) -> tuple[str, list[str]]:
         name = " ".join(arguments[:words])
         if name in COMMANDS:
             return name, arguments[words:]
-    import difflib
+    from lib.core.settings import did_you_mean
 
     continuations = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
     if continuations:
         raise ValueError(f"{arguments[0]} needs one more word: {', '.join(continuations)}")
-    close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = did_you_mean(arguments[0], COMMANDS)
     raise ValueError(f"unknown command {arguments[0]!r}; {hint}known: {', '.join(COMMANDS)}")
 
 

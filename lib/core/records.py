@@ -8,7 +8,6 @@ them into a pandas DataFrame.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from lib.core.files import (
     write_atomically,
 )
 from lib.core.hardware import available_cpus, cpu_name, device_name, output_of
-from lib.core.settings import plain, reject_constant, to_dict
+from lib.core.settings import did_you_mean, plain, reject_constant, to_dict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -188,10 +187,8 @@ def records(name: str | os.PathLike, **filters: Any) -> pd.DataFrame:
     """
     path = Path(name) if Path(name).suffix else ROOT / f"artifacts/{name}.jsonl"
     if not path.is_file():
-        known = [file.stem for file in sorted(path.parent.glob("*.jsonl"))]
-        close = difflib.get_close_matches(path.stem, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise FileNotFoundError(f"no file of records {path}{hint}")
+        hint = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.jsonl")])
+        raise FileNotFoundError(f"no file of records {path}; {hint}".rstrip("; "))
     frame = to_frame(read_records(path))
     for field, value in filters.items():
         if field not in frame:

@@ -17,6 +17,7 @@ import operator
 import os
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -56,6 +57,12 @@ def whole_number(name: str, value: Any, least: int) -> int:
     if number is None or number < least:
         raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
     return number
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean 'X'? " for the closest of the known names, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 # Configs
@@ -154,8 +161,7 @@ def _message(cls: Any, error: Any) -> str:
         for part in where[:-1]:
             cls = typing.get_type_hints(cls).get(str(part), cls)
         known = [field.name for field in dataclasses.fields(cls)]
-        close = difflib.get_close_matches(str(where[-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(str(where[-1]), known)
         return f"unknown key {path!r}; {hint}known keys: {', '.join(known)}"
     if kind == "missing":
         return f"key {path!r} is missing and has no default"
