@@ -72,9 +72,6 @@ class DataParallel(InOrder, Wrapper):
         ValueError: module or settings differ between ranks.
     """
 
-    # whether the gradients of a bucket become views of one buffer
-    packed = True
-
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.module = module
@@ -86,6 +83,8 @@ class DataParallel(InOrder, Wrapper):
             # tied parameters once
             named = inner_module(module).named_parameters()
             self.watch((name, param) for name, param in named if param.requires_grad)
+        # whether the gradients of a bucket become views of one buffer, for a backend that sums
+        self.packed = any(averaging(param, group)[1] > 1 for param in self.params)
 
     def _facts(self) -> dict[str, str]:
         """Check the settings; return what must be the same on all ranks."""
@@ -153,9 +152,13 @@ class NaiveDDP(DataParallel):
 
 
 class FlatDDP(DataParallel):
-    """After backward, one all-reduce of all gradients, copied into one buffer (per dtype).
+    """After backward, one all-reduce of all gradients (per dtype).
 
-    While they are copied, gradients take twice their memory.
+    No hook interrupts the model, which can be compiled as a whole, and no kernel of NCCL takes
+    multiprocessors from backward: between two GPUs over NVLink that may win more than overlap does.
+
+    NCCL takes gradients where backward put them. For other backends they are copied into one
+    buffer, and meanwhile take twice their memory.
     """
 
     overlaps = False
@@ -196,7 +199,6 @@ class BucketedDDP(OverlappedDDP):
         # before the ranks compare it
         self.bucket_cap_mb = bucket_cap_mb
         super().__init__(module, group=group)
-        self.packed = any(averaging(param, group)[1] > 1 for param in self.params)
 
     def _facts(self) -> dict[str, str]:
         return super()._facts() | {"bucket_cap_mb": checked_cap(self.bucket_cap_mb)}

@@ -15,9 +15,9 @@ A weight, its gradient and its state take 4 + 4 + 8 bytes in float32 and under a
 `low_precision_weights` a matrix takes 2 + 2 + 12, norms as before. Beside them there are
 
 - **activations**, which the forward pass keeps for the backward pass (`lib.model.costs`);
-- **communication**: `flashddp` copies one bucket of gradients at a time on CPUs and none on GPUs,
-  `flat` copies all, G. A sharded optimizer that averages gradients itself (stage 1, `none`) packs
-  each bucket for its reduce-scatter, and frees it while the second one after it is being sent: a
+- **communication**: on CPUs `flashddp` copies one bucket of gradients at a time and `flat` all, G;
+  on GPUs nothing. A sharded optimizer that averages gradients itself (stage 1, `none`) packs each
+  bucket for its reduce-scatter, and frees it while the second one after it is being sent: a
   rank keeps the means of its slices, G / n, as in stage 2, and at most three buckets. Over gloo, on
   CPUs, a reduce-scatter makes one more copy. Stage 2 as in the paper takes one bucket, stage 3 the
   gradients of a block;
@@ -199,7 +199,8 @@ def rank_memory(
     communication = 0
     if ranks > 1 and not divides_gradients:
         # a wrapper averages whole gradients
-        communication = {"flat": weights, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
+        copies = {"flat": weights, "flashddp": bucket}
+        communication = 0 if cuda else copies.get(ddp_wrapper, 0)
     elif ranks > 1:
         packed = min((3 if cuda else 4) * bucket, 2 * weights)
         communication = {1: packed, 2: bucket, 3: block * element_bytes}[stage]
