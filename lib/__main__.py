@@ -417,7 +417,7 @@ def load(function: str | Callable) -> Callable:
 def config_of(function: Callable) -> type | None:
     """The class of a command's argument `config`; None if it has none."""
     # a benchmark is an object whose cases are made from the config
-    function = getattr(function, "cases", getattr(function, "groups", function))
+    function = getattr(function, "cases", function)
     function = inspect.unwrap(function)
     annotation = inspect.get_annotations(function).get("config")
     return function.__globals__[annotation] if isinstance(annotation, str) else annotation

@@ -196,6 +196,16 @@ class _Candidate:
             free_memory(error)
 
 
+def wall_ms(fn: Function, calls: int, device: torch.device) -> float:
+    """Milliseconds per call of `calls` of `fn` on an idle device, by the clock: the host counts."""
+    synchronize(device)
+    start_ns = time.perf_counter_ns()
+    for _ in range(calls):
+        fn()
+    synchronize(device)
+    return (time.perf_counter_ns() - start_ns) / 1e6 / calls
+
+
 def start_sample(fn: Function, calls: int, device: torch.device) -> Callable[[], float]:
     """Call `fn`; return a function for its ms per call, valid once `device` is done."""
     if device.type == "cuda":
@@ -205,11 +215,7 @@ def start_sample(fn: Function, calls: int, device: torch.device) -> Callable[[],
             fn()
         end.record()
         return lambda: start.elapsed_time(end) / calls
-    start_ns = time.perf_counter_ns()
-    for _ in range(calls):
-        fn()
-    synchronize(device)
-    milliseconds = (time.perf_counter_ns() - start_ns) / 1e6 / calls
+    milliseconds = wall_ms(fn, calls, device)
     return lambda: milliseconds
 
 

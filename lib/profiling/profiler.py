@@ -29,13 +29,12 @@ from lib.core.settings import NonNegativeInt, PositiveInt, settings, to_json
 from lib.data.batches import random_tokens
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.model.costs import num_parameters
-from lib.model.transformer import TransformerLM
 from lib.profiling.figures import save_memory_figure, save_time_figure
 from lib.profiling.memory_timeline import MemoryTimeline, memory_snapshot, profile_memory
 from lib.profiling.trace import read_trace, step_events
 from lib.profiling.trace_summary import STEP, Summary, summarize
 from lib.training.config import OptimizerConfig, TrainConfig
-from lib.training.step import TrainStep, numerics
+from lib.training.step import TrainStep, new_step, numerics
 
 LEARNING_RATE = 1e-4
 TRACE = "trace.json.gz"
@@ -172,10 +171,8 @@ def _warm_step(
 ) -> tuple[TrainStep, Tensor]:
     """Return a training step after warmup, not yet a CUDA graph, and sequences for it."""
     shape = train_config.model
-    model = TransformerLM(shape, generator=torch.Generator().manual_seed(config.seed)).to(device)
-    if config.low_precision_weights:
-        model.use_low_precision_weights(dtype)
-    step = TrainStep(model, dataclasses.replace(train_config, cuda_graph=False), device, dtype)
+    eager = dataclasses.replace(train_config, cuda_graph=False)
+    step = new_step(eager, device, dtype, seed=config.seed)
     size = config.batch_size * (shape.context_length + 1)
     tokens = random_tokens(size, shape.vocab_size, config.seed)
     sequences = torch.from_numpy(tokens.astype("int64")).view(config.batch_size, -1).to(device)

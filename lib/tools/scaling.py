@@ -17,9 +17,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import torch.distributed as dist
+import torch
 
-from lib.core.allocator import free_memory
 from lib.core.files import ROOT
 from lib.core.hardware import PEAKS, DtypeName
 from lib.core.records import Record, append_record, new_record, read_records
@@ -27,33 +26,31 @@ from lib.core.settings import NonEmpty, NonNegativeInt, PositiveFloat, PositiveI
 from lib.ddp.process_group import rank
 from lib.ddp.settings import DDP_WRAPPERS
 from lib.lessons.ddp.costs import H200_INTERFERENCE, H200_LINKS, predict_step
-from lib.lessons.mesh.gpus import Pipeline, measure_ring
 from lib.model.config import PresetName, model_preset
 from lib.model.costs import num_parameters
 from lib.profiling.collectives import predicted_ms
 from lib.profiling.roofline import UPDATE_BYTES
 from lib.tools.benchmarks.communication import (
     CommunicationBenchmarkConfig,
+    communication_cases,
     communication_frame,
-    communication_groups,
     fitted_link,
     measure_collective,
 )
-from lib.tools.benchmarks.harness import Case, is_prediction
-from lib.tools.benchmarks.interleaved import make_groups
+from lib.tools.benchmarks.harness import Benchmark
+from lib.tools.benchmarks.interleaved import first_steps, make_groups, one_process
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
     RanksTrainingConfig,
-    Training,
     predicted_memory,
     shape_of,
     training_case,
 )
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark
 from lib.tools.benchmarks.sharding import measure_methods
+from lib.tools.benchmarks.sweep import Case, is_prediction
 from lib.tools.predict import GPUS, Run, alone_ms, fitted, measured
+from lib.tools.scaling_mesh import Pipeline, measure_ring
 from lib.tools.scaling_report import REPORT, name_of
-from lib.training.step import numerics
 
 log = logging.getLogger(__name__)
 Part = Literal["collective", "equality", "step", "pipeline", "ring"]
@@ -102,30 +99,28 @@ class ScalingConfig(RanksTrainingConfig):
     }
 
 
-def scaling_groups(config: ScalingConfig, ranks: int, backend: str) -> list[Group]:
+def scaling_groups(config: ScalingConfig, device: torch.device) -> list[list[Case]]:
     """The cases of each part; only those of a step, or of equality, are measured together."""
-    found: dict[str, list[Group]] = {}
-    options: Any = {"collectives": COLLECTIVES, "sizes_mb": config.sizes_mb}
-    found["collective"] = communication_groups(
-        CommunicationBenchmarkConfig(**options), ranks, backend
-    )
-    fast: DtypeName = "bfloat16" if backend == "nccl" else "float32"
+    ranks, backend, on_gpus = config.ranks, config.backend, config.backend == "nccl"
+    here: dict[str, Any] = {"ranks": ranks, "backend": backend}
+    found: dict[str, list[list[Case]]] = {}
+    sizes: Any = {"collectives": COLLECTIVES, "sizes_mb": config.sizes_mb}
+    collectives = communication_cases(CommunicationBenchmarkConfig(**sizes, **here), device)
+    found["collective"] = [[case] for case in collectives]
+    fast: DtypeName = "bfloat16" if on_gpus else "float32"
     timed = dataclasses.replace(config, dtype=fast if config.dtype == "auto" else config.dtype)
     found["step"] = [
-        _trainings(timed, model, methods, ranks, backend)
-        for model in config.given("models", backend)
-        for methods in METHODS
+        _trainings(timed, model, methods) for model in config.given("models") for methods in METHODS
     ]
     exact = dataclasses.replace(config, dtype="float32", tf32=False, compile=False)
-    every = dict.fromkeys([*SHARDING_METHODS, *DDP_WRAPPERS])
-    found["equality"] = [_trainings(exact, "tiny", every, ranks, backend)]
+    found["equality"] = [
+        _trainings(exact, "tiny", dict.fromkeys([*SHARDING_METHODS, *DDP_WRAPPERS]))
+    ]
     # the sizes of notebook 11, whose records predict these
-    here = {"ranks": ranks, "backend": backend}
-    heads = {"heads": 32, "head_dim": 128} if backend == "nccl" else {"heads": 2, "head_dim": 8}
-    lengths = config.given("tokens", backend)
-    found["ring"] = [[Case(tokens=length, **heads, **here)] for length in lengths]
-    sequences, length = (16, 256) if backend == "nccl" else (2, 16)
-    model = config.given("stages_of", backend)
+    heads = {"heads": 32, "head_dim": 128} if on_gpus else {"heads": 2, "head_dim": 8}
+    found["ring"] = [[Case(tokens=length, **heads, **here)] for length in config.given("tokens")]
+    sequences, length = (16, 256) if on_gpus else (2, 16)
+    model = config.given("stages_of")
     size = {"model": model, "sequences": sequences, "context_length": length}
     counts = (ranks, 4 * ranks) if model_preset(model).num_layers % ranks == 0 else ()
     found["pipeline"] = [[Case(**size, micro_batches=count, **here)] for count in counts]
@@ -136,75 +131,72 @@ def scaling_groups(config: ScalingConfig, ranks: int, backend: str) -> list[Grou
     ]
 
 
-def _trainings(
-    config: ScalingConfig, model: str, methods: Iterable[str], ranks: int, backend: str
-) -> Group:
+def _trainings(config: ScalingConfig, model: str, methods: Iterable[str]) -> list[Case]:
     """A training for each method; made as for a CPU, since a prediction is made without GPUs."""
     batch = config.tr_batch_size or SEQUENCES.get(model, 32)
-    given = dataclasses.replace(config, tr_batch_size=batch, backend=None)
-    found = []
-    for method in methods:
-        case = training_case(given, model, "sdpa", ranks, "gloo", method=method)
-        found.append(Case(**vars(case) | {"backend": backend}))
-    return found
+    given = dataclasses.replace(config, tr_batch_size=batch, backend="gloo")
+    cases = [training_case(given, model, "sdpa", method=method) for method in methods]
+    return [Case(**vars(case) | {"backend": config.backend}) for case in cases]
 
 
-def measure_group(group: Group, config: ScalingConfig) -> Iterator[dict[str, Any]]:
+def measure_group(
+    group: Sequence[Case], config: ScalingConfig, device: torch.device
+) -> list[dict[str, Any]]:
     """The figures of each case of a group, with its name."""
     names = [name_of(vars(case)) for case in group]
     if rank() == 0:
         log.info("%s: %s", group[0].what, "; ".join(names))
-    for name, figures in zip(names, _figures(group, config), strict=True):
-        yield {"name": name, **figures}
+    found = MEASURES[group[0].what](group, config, device)
+    return [{"name": name, **figures} for name, figures in zip(names, found, strict=True)]
 
 
-def _figures(group: Group, config: ScalingConfig) -> list[dict[str, Any]]:
-    case = group[0]
-    alone: dict[str, Callable[[], dict[str, Any]]] = {
-        "collective": lambda: measure_collective(case),
-        "ring": lambda: _timed(measure_ring(case.tokens, case.heads, case.head_dim), "ring"),
-        "pipeline": lambda: _timed(_stages(case).measure(case.micro_batches), "1f1b"),
-    }
-    if case.what == "step":
-        return list(measure_methods(group, config))
-    if case.what == "equality":
-        return list(_equality(group, config))
-    try:
-        return [alone[case.what]()]
-    finally:
-        free_memory()
+def _collective(group: Sequence[Case], config: ScalingConfig, device: torch.device) -> list[dict]:
+    return [measure_collective(group[0], config, device)]
 
 
-def _stages(case: Case) -> Pipeline:
-    return Pipeline(case.model, case.sequences, case.context_length)
+def _ring(group: Sequence[Case], config: ScalingConfig, device: torch.device) -> list[dict]:
+    [case] = group
+    return [_timed(measure_ring(case.tokens, case.heads, case.head_dim), "ring")]
+
+
+def _pipeline(group: Sequence[Case], config: ScalingConfig, device: torch.device) -> list[dict]:
+    [case] = group
+    stages = Pipeline(case.model, case.sequences, case.context_length)
+    return [_timed(stages.measure(case.micro_batches), "1f1b")]
 
 
 def _timed(figures: dict[str, Any], name: str) -> dict[str, Any]:
     """Figures of a ring or a pipeline, with the time that counts and one from its parts."""
     figures["from_parts_ms"] = figures.pop("predicted_ms")
-    return {"status": "ok", "median_ms": figures[f"{name}_ms"], **figures}
+    return {"median_ms": figures[f"{name}_ms"], **figures}
 
 
-def _equality(group: Group, config: ScalingConfig) -> Iterator[dict[str, Any]]:
+def _equality(
+    group: Sequence[Case], config: ScalingConfig, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """How far losses and gradient norms of an epoch are from those of one process."""
-    own, ranks = make_groups(config.timeout).own, group[0].ranks
-
-    def trained(case: Case, alone: dist.ProcessGroup | None, ranks_in_one: int = 1) -> list:
-        with numerics(tf32=False, deterministic=False):
-            training = Training(case, config, alone, ranks_in_one=ranks_in_one)
-            training.train(case.steps_per_epoch)
-            return training.step.read_log()
-
-    one = trained(Case(**vars(group[0]) | {"method": "none", "wrapper": "none"}), own, ranks)
+    exact, groups = dataclasses.replace(config, tf32=False), make_groups(config.timeout)
+    steps = group[0].steps_per_epoch
+    one = one_process(group[0], exact, steps, groups)
     for case in group:
+        alone = groups.own if case.method == "none" else None
         try:
-            steps = trained(case, own if case.method == "none" else None)
+            found = first_steps(case, exact, steps, alone)
         except ValueError as error:
             yield {"status": "refused", "reason": str(error)}
             continue
-        losses = [abs(a.loss - b.loss) for a, b in zip(steps, one, strict=True)]
-        norms = [abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(steps, one, strict=True)]
-        yield {"status": "ok", "loss_off": max(losses), "norm_off": max(norms)}
+        losses = [abs(a.loss - b.loss) for a, b in zip(found, one, strict=True)]
+        norms = [abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(found, one, strict=True)]
+        yield {"loss_off": max(losses), "norm_off": max(norms)}
+
+
+MEASURES: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
+    "collective": _collective,
+    "equality": _equality,
+    "step": measure_methods,
+    "pipeline": _pipeline,
+    "ring": _ring,
+}
 
 
 # Predictions
@@ -264,7 +256,9 @@ def record_predictions(config: ScalingConfig) -> list[Record]:
     )
     known = [record["config"] for record in read_records(path) if is_prediction(record)]
     for ranks in [config.ranks] if config.ranks else PREDICTED_RANKS:
-        for case in (case for group in scaling_groups(config, ranks, "nccl") for case in group):
+        foreseen = dataclasses.replace(config, ranks=ranks, backend="nccl")
+        groups = scaling_groups(foreseen, torch.device("cuda"))
+        for case in (case for group in groups for case in group):
             if case.what != "equality" and (config.restart or vars(case) not in known):
                 figures = {"status": "predicted", "of": "NVIDIA H200"}
                 figures |= predicted(case, communication, mesh)
@@ -274,7 +268,7 @@ def record_predictions(config: ScalingConfig) -> list[Record]:
     return records
 
 
-MEASURED = RanksBenchmark(REPORT, scaling_groups, measure_group)
+MEASURED = Benchmark(REPORT, scaling_groups, measure_group)
 
 
 def benchmark_scaling(config: ScalingConfig) -> list[Record]:

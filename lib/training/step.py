@@ -50,6 +50,29 @@ class StepLog(NamedTuple):
     """
 
 
+def new_step(
+    config: TrainConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    kernels: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> TrainStep:
+    """The step of a new model on `device`, with matmuls in `dtype`, as benchmarks measure it.
+
+    Args:
+        kernels: run the model's elementwise steps as Triton kernels, where there are some.
+        group: the ranks that train together; all by default.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    model = TransformerLM(config.model, device=device, generator=generator)
+    model.use_kernels(kernels)
+    if config.low_precision_weights:
+        model.use_low_precision_weights(dtype)
+    return TrainStep(model, config, device, dtype, group=group)
+
+
 class TrainStep:
     """Takes optimizer steps of `model`, and keeps the report of each until it is read.
 

@@ -1,12 +1,15 @@
 """All that a host's GPUs share: real ranks in small, and predictions beside planted records."""
 
 import pytest
+import torch
 
 from lib.core.records import append_record, new_record, read_records
 from lib.ddp.settings import DDP_WRAPPERS
 from lib.model.config import model_preset
+from lib.tools.benchmarks.harness import for_group
 from lib.tools.benchmarks.rank_training import SHARDING_METHODS, predicted_memory
 from lib.tools.benchmarks.sections import to_rows
+from lib.tools.benchmarks.sweep import Case
 from lib.tools.predict import GPUS, Run, predict
 from lib.tools.scaling import (
     METHODS,
@@ -74,6 +77,12 @@ def test_steps_rings_and_pipelines_are_measured_on_any_number_of_ranks(tmp_path,
     assert flashddp["peak_ratio"] == pytest.approx(1, abs=0.03)
 
 
+def groups_of(ranks: int, **settings) -> list[list[Case]]:
+    """What is measured on GPUs."""
+    config = for_group(ScalingConfig(**settings), ranks, "nccl")
+    return scaling_groups(config, torch.device("cuda"))
+
+
 @pytest.fixture
 def predictions(tmp_path) -> list[dict]:
     """Predictions for eight GPUs, made on a machine without one."""
@@ -92,7 +101,7 @@ def test_predictions_are_those_of_the_predictor_and_stand_beside_what_was_measur
 ):
     cases = {
         (case.what, getattr(case, "method", None)): case
-        for group in scaling_groups(ScalingConfig(models=("xl",)), 8, "nccl")
+        for group in groups_of(8, models=("xl",))
         for case in group
     }
     assert {method for what, method in cases if what == "step"} == {m for g in METHODS for m in g}
@@ -135,7 +144,7 @@ def test_a_refitted_step_of_fsdp_takes_as_long_a_block_as_the_other_models_did(t
     config = ScalingConfig(predict=True, parts=("step",), ranks=2, output=tmp_path)
     benchmark_scaling(config)
     path = tmp_path / "scaling.jsonl"
-    cases = [case for group in scaling_groups(config, 2, "nccl") for case in group]
+    cases = [case for group in groups_of(2, parts=("step",)) for case in group]
     took = {"gpt2-124m": 12 * 10.0, "large": 36 * 10.0, "xl": 48 * 12.0}
     for case in cases:
         if case.method == "fsdp" and case.model in took:

@@ -112,7 +112,7 @@ def measure_ladder(path: Path = RECORDS, shape: Shape = SHAPE) -> Path:
 def _peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     """cuDNN's attention, and FlashAttention-4 if it is installed."""
     from lib.tools.benchmarks.attention import flash_attention_4, named_attention
-    from lib.tools.benchmarks.harness import Case
+    from lib.tools.benchmarks.sweep import Case
 
     case = Case(is_causal=True, queries=shape[2], keys=shape[2])
     cudnn = named_attention("sdpa_cudnn", case, q.device)

@@ -6,7 +6,6 @@ import dataclasses
 import math  # noqa: F401 (a mistake uses it)
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from lib.lessons.profiling.simulated import Kernel, ToyGPU, ToyTrainer, kernels_
 from lib.lessons.profiling.stacks import draw_stack, peak_share, run_stack
 from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
+from lib.profiling.measurement import wall_ms
 from lib.profiling.roofline import Limits
 from lib.profiling.trace import category_of
 
@@ -342,16 +342,12 @@ def update_ms(update: Callable) -> float:
     threads = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.rand(1 << 22, generator=generator) for _ in range(4)]
-    times = []
+    cpu = torch.device("cpu")
     torch.set_num_threads(1)
     try:
-        for _ in range(6):
-            started = time.perf_counter()
-            update(*tensors, 1e-3)
-            times.append(time.perf_counter() - started)
+        return min(wall_ms(lambda: update(*tensors, 1e-3), 1, cpu) for _ in range(6))
     finally:
         torch.set_num_threads(threads)
-    return 1e3 * min(times)
 
 
 def draw_update(generator: random.Random, size: int) -> tuple:

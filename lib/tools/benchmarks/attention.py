@@ -31,8 +31,9 @@ from lib.model.attention import attention
 from lib.model.config import ATTENTION_KERNELS
 from lib.profiling.measurement import Measurement, measure_interleaved
 from lib.tools.benchmarks.attention_report import REPORT
-from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
+from lib.tools.benchmarks.harness import Benchmark, SamplingConfig, grid, sampling
 from lib.tools.benchmarks.step import device_memory
+from lib.tools.benchmarks.sweep import Case
 from lib.training.step import numerics
 
 # PyTorch's own: FlexAttention, compiled, and each backend that `sdpa` chooses from (`sdpa_flash` is

@@ -36,9 +36,9 @@ from lib.profiling.collectives import (
     predicted_ms,
 )
 from lib.profiling.measurement import interquartile_range, start_sample
-from lib.tools.benchmarks.harness import Case, grid, sampling
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
+from lib.tools.benchmarks.harness import Benchmark, RanksConfig, grid, sampling
 from lib.tools.benchmarks.sections import Report, newest, table
+from lib.tools.benchmarks.sweep import Case
 
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10
@@ -102,17 +102,13 @@ class CommunicationBenchmarkConfig(RanksConfig):
     """About how long the samples of one row may take."""
 
 
-def communication_groups(
-    config: CommunicationBenchmarkConfig, ranks: int, backend: str
-) -> list[Group]:
+def communication_cases(config: CommunicationBenchmarkConfig, device: torch.device) -> list[Case]:
     """The rows that `config` asks for; sizes are rounded down to whole elements for each rank.
 
     Raises:
-        ValueError: there are fewer than two ranks, or a size has no element for each of them.
+        ValueError: a size has no element for each rank.
     """
-    require(ranks >= 2, f"ranks must be at least 2, got a group of {ranks}")
-    check_group(config, ranks, backend)
-    largest = LARGEST_BYTES[backend]
+    ranks, largest = config.ranks, LARGEST_BYTES[config.backend]
     steps = range(int(math.log(largest // SMALLEST_BYTES, 4)) + 1)
     sizes = [size * 2**20 for size in config.sizes_mb] or [SMALLEST_BYTES * 4**i for i in steps]
     row_bytes = ranks * getattr(torch, config.dtype).itemsize
@@ -122,25 +118,24 @@ def communication_groups(
         f"ranks, got {min(sizes) / 2**20:g}",
     )
     hosts = set(gather_objects(socket.gethostname())) if dist.is_initialized() else {""}
-    cases = grid(
+    return grid(
         collective=config.collectives,
         num_bytes=tuple(int(size // row_bytes) * row_bytes for size in sorted(sizes)),
         dtype=config.dtype,
         ranks=ranks,
         hosts=len(hosts),
-        backend=backend,
+        backend=config.backend,
         **sampling(config),
     )
-    return [[case] for case in cases]
 
 
-def measure_collective(case: Case) -> dict[str, Any]:
+def measure_collective(case: Case, config: RanksConfig, device: torch.device) -> dict[str, Any]:
     """Measure one row; all ranks call this together and return the same times and status.
 
     `status` is `ok` or `wrong result`. Where one rank runs out of memory, all raise.
     """
     # the first call, whose result is checked on every rank
-    call, result, expected = on_each_rank(lambda: _prepare(case, current_device()))
+    call, result, expected = on_each_rank(lambda: _prepare(case, device))
     on_each_rank(call)
     is_correct = all(gather_objects(torch.equal(result, expected)))
     figures = {
@@ -318,6 +313,4 @@ REPORT = Report(
     rows=communication_frame,
     further=link_table,
 )
-benchmark_communication = RanksBenchmark(
-    REPORT, communication_groups, lambda group, config: map(measure_collective, group)
-)
+benchmark_communication = Benchmark(REPORT, communication_cases, measure_collective)

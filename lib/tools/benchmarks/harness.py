@@ -1,39 +1,48 @@
-"""The harness of all benchmarks: cases are measured one after another, and each leaves a record.
+"""The harness of all benchmarks: settings, cases and a function become a command with a report.
 
 A benchmark is the settings that become its flags, a table of cases and a function that measures
-one; `.github/CONTRIBUTING.md` has a whole one.
+one; `.github/CONTRIBUTING.md` has a whole one. With `RanksConfig` it runs on several ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
 import itertools
-import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
+from annotated_types import Ge
 
-from lib.core.allocator import free_memory, is_out_of_memory
-from lib.core.files import ROOT, lock_file, make_folder
-from lib.core.hardware import keep_freed_memory, local_results, pick_device
-from lib.core.records import Record, append_record, new_record, read_records
-from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, settings
-from lib.core.terminal import bar_size
+from lib.core.files import make_folder
+from lib.core.hardware import device_name, keep_freed_memory, local_results, pick_device
+from lib.core.records import Record
+from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, check, settings
+from lib.ddp.launcher import launch
+from lib.ddp.process_group import (
+    check_same,
+    checked_backend,
+    current_device,
+    init_from_environment,
+    rank,
+    world_size,
+)
 from lib.tools.benchmarks.sections import SAMPLING, Report
+from lib.tools.benchmarks.sweep import (
+    Case,
+    Figures,
+    differences,
+    or_out_of_memory,
+    records_like,
+    run_sweep,
+)
 
 log = logging.getLogger(__name__)
-# A record that agrees with this process in all of these need not be measured again.
-SAME_MACHINE = ("device", "cores", "threads", "versions", "code", "seed")
-# What is measured, as the `config` of a record has it: plain JSON values.
-Case = SimpleNamespace
+Ranks = TypeVar("Ranks", bound="RanksConfig")
 
 
 @settings
@@ -67,6 +76,37 @@ class SamplingConfig(BenchmarkConfig):
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
 
+@settings
+class RanksConfig(BenchmarkConfig):
+    """Settings that the benchmarks on several ranks share."""
+
+    ranks: Annotated[int, Ge(1)] | None = None
+    """Processes; by default one per GPU, or 2 on a CPU. Under `torchrun`, as many as it started."""
+
+    backend: Literal["nccl", "gloo"] | None = None
+    """`nccl` (GPUs) or `gloo` (CPU); by default NCCL where there are enough GPUs."""
+
+    timeout: PositiveFloat = 300.0
+    """Seconds that a rank waits for the others."""
+
+    @property
+    def device(self) -> str:
+        """The ranks' kind of device; `backend` must be set."""
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+
+def for_group(config: Ranks, ranks: int, backend: str) -> Ranks:
+    """The config with the ranks and the backend that there are.
+
+    Raises:
+        ValueError: it asks for others.
+    """
+    for field, actual in (("ranks", ranks), ("backend", backend)):
+        is_right = getattr(config, field) in (None, actual)
+        check(config, field, is_right, f"None or the group's {actual!r}")
+    return dataclasses.replace(config, ranks=ranks, backend=backend)
+
+
 def sampling(of: Any) -> dict[str, Any]:
     """The fields of a config or a case that say how long is measured: `measure`'s arguments."""
     return {name: getattr(of, name) for name in SAMPLING}
@@ -83,7 +123,7 @@ def grid(**axes: Any) -> list[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A benchmark in one process; called with a config it measures what has no record yet."""
+    """A benchmark; called with a config it measures what has no record yet."""
 
     report: Report
     """Makes tables and figures from records; those are in the file STEM.jsonl beside them."""
@@ -91,11 +131,15 @@ class Benchmark:
     cases: Callable[[Any, torch.device], Sequence[Any]]
     """(config, device) -> what to measure: cases, or lists of cases that are measured together.
 
-    Raises `ValueError` for what the device lacks.
+    A `RanksConfig` has its `ranks` and `backend` here. Raises `ValueError` for what the device
+    lacks, and for settings that do not fit together.
     """
 
     measure: Callable[[Any, Any, torch.device], Any]
-    """(case, config, device) -> figures; of a list of cases, those of each, in order."""
+    """(case, config, device) -> figures; of a list of cases, those of each, in order.
+
+    On ranks all call it together, and get the same figures.
+    """
 
     packages: tuple[str, ...] = ()
     """Whose versions a record names, too, where they are installed."""
@@ -103,54 +147,73 @@ class Benchmark:
     def __call__(self, config: Any) -> list[Record]:
         """Measure the cases of `config` without a record; write tables and figures.
 
-        The report shows all records in `output` of this device and these versions.
+        The report shows all records in `output` of this device and these versions. A `RanksConfig`
+        is measured on the ranks that there are under `torchrun` and in a process that is a rank
+        already; otherwise they are started here. A rank that fails ends the benchmark; records that
+        were made stay.
 
         Returns:
-            The records of the cases of `config`.
+            The records of the cases of `config`; none on ranks other than 0.
 
         Raises:
-            ValueError: none of the cases could be measured.
+            ValueError: settings that do not fit together or this machine, or every case failed.
+            OSError: `output` cannot be written; found before anything is measured.
+            WorkerError: a rank failed; its traceback ends with what was being measured.
         """
-        device = pick_device(getattr(config, "device", "cpu"))
+        if not isinstance(config, RanksConfig):
+            records = self.sweep(config, pick_device(getattr(config, "device", "cpu")))
+        elif dist.is_initialized() or "RANK" in os.environ:
+            with init_from_environment(config.backend, timeout=config.timeout) as device:
+                config = for_group(config, world_size(), dist.get_backend())
+                records = self.sweep(config, device)
+        else:
+            records = self._on_new_ranks(config)
+        return finish(self.report, records, config.output) if records else records
+
+    def _on_new_ranks(self, config: RanksConfig) -> list[Record]:
+        """Start ranks, and sweep on them."""
+        gpus = 0 if config.backend == "gloo" else torch.cuda.device_count()
+        ranks = config.ranks or (gpus if gpus > 1 else 2)
+        config = for_group(config, ranks, checked_backend(config.backend, ranks))
+        # refuse bad settings and folders here, before processes start
+        self.cases(config, torch.device(config.device))
+        make_folder(config.output)
+        level = logging.getLogger("lib").level
+        options: dict[str, Any] = {"backend": config.backend, "timeout": config.timeout}
+        [records, *_] = launch(sweep_on_rank, ranks, self, config, level, **options)
+        return records
+
+    def sweep(self, config: Any, device: torch.device) -> list[Record]:
+        """Measure in this process, or on all ranks; rank 0 writes and returns the records."""
         if device.type == "cpu":
+            # as training does
             keep_freed_memory()
+        check_same({"device": device_name(device)})
         cases = self.cases(config, device)
         are_groups = isinstance(cases[0], list)
 
-        def measure(group: Sequence[Case]) -> Iterator[dict[str, Any]]:
-            def figures() -> Iterable[Mapping[str, Any]]:
-                measured = self.measure(group if are_groups else group[0], config, device)
-                return measured if are_groups else [measured]
+        def measure(group: Sequence[Case]) -> Iterable[Figures]:
+            measured = self.measure(group if are_groups else group[0], config, device)
+            return measured if are_groups else [measured]
 
-            for found in or_out_of_memory(figures, len(group)):
-                yield {"status": "ok", **found}
-            # reference cycles would keep what these cases held
-            free_memory()
-
-        records = run_sweep(
+        return run_sweep(
             config.output / f"{self.report.stem}.jsonl",
             cases if are_groups else [[case] for case in cases],
-            measure,
+            lambda group: or_out_of_memory(measure, group),
             line=self.report.line,
             seed=config.seed,
             device=device,
             packages=self.packages,
             restart=config.restart,
         )
-        return finish(self.report, records, config.output)
 
 
-def or_out_of_memory(
-    measure: Callable[[], Iterable[Mapping[str, Any]]], count: int
-) -> list[Mapping[str, Any]]:
-    """Return what `measure` returns, or, if memory runs out, `count` out-of-memory results."""
-    try:
-        return list(measure())
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        free_memory(error)
-    return [{"status": "oom"}] * count
+def sweep_on_rank(benchmark: Benchmark, config: RanksConfig, log_level: int) -> list[Record]:
+    """Sweep on a rank that was started for it; rank 0 logs at the level of who started it."""
+    if rank() == 0:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("lib").setLevel(log_level)
+    return benchmark.sweep(config, current_device())
 
 
 def finish(report: Report, records: list[Record], output: Path) -> list[Record]:
@@ -175,137 +238,3 @@ def finish(report: Report, records: list[Record], output: Path) -> list[Record]:
         count = f"{len(failed)} of {len(records)} could not be measured (--restart tries again):"
         log.warning("\n- ".join([count, *failed]))
     return records
-
-
-def run_sweep(
-    path: str | os.PathLike,
-    groups: Iterable[Sequence[Case]],
-    measure: Callable[[Sequence[Case]], Iterable[Mapping[str, Any]]],
-    *,
-    line: Callable[[Record], str] | None = None,
-    seed: int | None = None,
-    device: torch.device | str | None = None,
-    packages: Sequence[str] = (),
-    restart: bool = False,
-) -> list[Record]:
-    """Measure groups of cases and append a record for each case right away.
-
-    The cases of a group are measured in one call, such as candidates that are interleaved. A group
-    is skipped if all its cases have a record, so the same call resumes an interrupted sweep; a case
-    that has failed is not tried again. A record counts if it was made on the same device, with the
-    same versions, number of threads, seed and code of `lib`. If another process sweeps into the
-    same file, this one waits for it and then measures only what is left.
-
-    Args:
-        measure: group -> the figures of its cases, in their order.
-        line: record -> the line to print for it.
-        packages: whose versions a record names, too, where they are installed.
-        restart: ignore all existing records.
-
-    Returns:
-        The newest record of each case, in the order of `groups`.
-    """
-    from tqdm import tqdm
-
-    code = code_version()
-    # fail now if the file cannot be written, not after the first measurement
-    path = Path(path)
-    make_folder(path.parent)
-    path.open("ab").close()
-
-    def record_of(figures: Mapping[str, Any], case: Case | None = None) -> Record:
-        made = new_record(figures, config=case and vars(case), seed=seed, device=device)
-        made["versions"] |= versions_of(packages)
-        # lists for tuples, as they are read again
-        return json.loads(json.dumps(made | {"code": code, "threads": torch.get_num_threads()}))
-
-    here = record_of({})
-    groups = [{_key(vars(case)): case for case in group} for group in groups]
-    cases = {key: case for group in groups for key, case in group.items()}
-    names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
-    with lock_file(path):
-        # keep the records of this machine and this code
-        records = [] if restart else read_records(path)
-        same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
-        found = {_key(record["config"]): record for record in same}
-
-        left: list[list[str]] = []
-        wanted: set[str] = set()
-        for group in groups:
-            # a case that is asked for twice is measured once
-            keys = [key for key in group if key not in wanted]
-            wanted.update(keys)
-            if not found.keys() >= set(keys):
-                left.append([key for key in keys if key not in found or not has_failed(found[key])])
-        count = sum(map(len, left))
-        log.info("%d of %d rows to measure, into %s", count, len(cases), path)
-        progress = {"total": len(cases), "initial": len(cases) - count, "unit": "row"}
-        with tqdm(**progress, **bar_size(), disable=None, leave=False) as bar:
-            for keys in left:
-                bar.set_description_str(names[keys[0]])
-                for key, figures in zip(keys, measure([cases[key] for key in keys])):
-                    found[key] = record_of(figures, cases[key])
-                    append_record(path, found[key])
-                    bar.update()
-                    if line:
-                        bar.write(": ".join(filter(None, (names[key], line(found[key])))))
-    return [found[key] for key in cases]
-
-
-def has_failed(record: Record) -> bool:
-    """Whether a record says that its case cannot be measured here."""
-    return record["figures"].get("status") in ("oom", "failed", "refused")
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings in which configs differ, as text: `queries 64, is_causal True`."""
-    varying = [
-        key
-        for key in (configs[0] if configs else ())
-        if any(config.get(key) != configs[0][key] for config in configs)
-    ]
-    return [
-        ", ".join(f"{key} {config[key]}" for key in varying if key in config) for config in configs
-    ]
-
-
-def _key(config: Any) -> str:
-    return json.dumps(config, sort_keys=True)
-
-
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are installed."""
-    found = {}
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def is_prediction(record: Record) -> bool:
-    """Whether a record holds no measured figures."""
-    return record.get("figures", {}).get("status") == "predicted"
-
-
-def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Record]:
-    """The records in the file at `path` of the device and versions of `records`, these last.
-
-    So where a case was asked for again, the record asked for counts as the newest. Predictions are
-    made on any machine.
-    """
-    keys = ("device", "versions")
-    same = [
-        record
-        for record in read_records(path)
-        if is_prediction(record) or all(record.get(key) == records[0][key] for key in keys)
-    ]
-    return [*same, *records]
-
-
-def code_version(root: Path = ROOT) -> str:
-    """Hash the code of `lib`: twelve hex digits that change when one of its files does."""
-    digest = hashlib.sha256()
-    for path in sorted((root / "lib").rglob("*.*")):
-        if path.suffix in (".py", ".cu", ".cuh"):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -22,7 +22,6 @@ from lib.core.allocator import free_memory, is_out_of_memory
 from lib.ddp.process_group import current_device, gather_objects, rank, world_size
 from lib.model.costs import num_parameters
 from lib.profiling.measurement import interquartile_range
-from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.rank_memory import measure_memory, predicted_bytes
 from lib.tools.benchmarks.rank_training import (
     RanksTrainingConfig,
@@ -32,7 +31,8 @@ from lib.tools.benchmarks.rank_training import (
     shape_of,
 )
 from lib.tools.benchmarks.step import device_memory
-from lib.training.step import numerics
+from lib.tools.benchmarks.sweep import Case
+from lib.training.step import StepLog, numerics
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,33 @@ def interleave(
     if config.compile:
         torch.compiler.reset()
     return rows
+
+
+def first_steps(
+    case: Case,
+    config: RanksTrainingConfig,
+    steps: int,
+    group: dist.ProcessGroup | None,
+    *,
+    ranks_in_one: int = 1,
+) -> list[StepLog]:
+    """What the first steps of a training report; arguments as those of `Training`."""
+    if steps == 0:
+        return []
+    with numerics(tf32=config.tf32, deterministic=False):
+        training = Training(case, config, group, ranks_in_one=ranks_in_one)
+        training.train(steps)
+        return training.step.read_log()
+
+
+def one_process(
+    case: Case, config: RanksTrainingConfig, steps: int, groups: Groups
+) -> list[StepLog]:
+    """The same of one process that trains on the batches of all ranks, which every rank does."""
+    alone = Case(**vars(case) | {"method": "none", "wrapper": "none"})
+    found = first_steps(alone, config, steps, groups.own, ranks_in_one=case.ranks)
+    free_memory()
+    return found
 
 
 class Trainings:

@@ -7,32 +7,31 @@ rank trains alone, in a group of its own, while the others do the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
+import torch
 
-from lib.core.allocator import free_memory
 from lib.core.settings import NonEmpty, settings
 from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
 from lib.model.config import AttentionKernel, PresetName
-from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.harness import Benchmark
 from lib.tools.benchmarks.interleaved import (
-    Groups,
     interleave,
     loss_difference,
     make_groups,
+    one_process,
     time_ratio,
 )
 from lib.tools.benchmarks.rank_training import (
     RanksTrainingConfig,
-    Training,
     compared_steps,
     training_case,
 )
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
 from lib.tools.benchmarks.sections import Chart, Report, section, table, to_rows
+from lib.tools.benchmarks.sweep import Case
 
 CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention_torch", "sdpa")
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")
@@ -97,66 +96,47 @@ class LmMatrixConfig(RanksTrainingConfig):
     }
 
 
-def matrix_groups(config: LmMatrixConfig, ranks: int, backend: str) -> list[Group]:
+def matrix_cases(config: LmMatrixConfig, device: torch.device) -> list[list[Case]]:
     """A group of wrappers for each kernel."""
-    model = config.given("model", backend)
+    model = config.given("model")
     return [
-        [
-            training_case(config, model, kernel, ranks, backend, wrapper=wrapper)
-            for wrapper in config.wrappers
-        ]
-        for kernel in config.given("kernels", backend)
+        [training_case(config, model, kernel, wrapper=wrapper) for wrapper in config.wrappers]
+        for kernel in config.given("kernels")
     ]
 
 
-def measure_wrappers(group: Group, config: LmMatrixConfig) -> Iterator[dict[str, Any]]:
-    """The figures of the wrappers of one kernel, with losses beside those of one process."""
+def measure_wrappers(
+    group: list[Case], config: LmMatrixConfig, device: torch.device
+) -> list[dict[str, Any]]:
+    """The figures of the wrappers of one kernel, beside `none` and the losses of one process."""
     groups = make_groups(config.timeout)
     reference: list[float] = []
     # where the kernel does not run, each training says so
     with contextlib.suppress(ValueError):
-        reference = reference_losses(group[0], config, groups)
+        steps = one_process(group[0], config, compared_steps(group[0]), groups)
+        reference = [step.loss for step in steps]
     rows = interleave(group, config, groups)
-    further = compare_with_none(rows)
     for case in group:
         row = rows[case.wrapper]
-        # in `none` each rank sees its own batches alone
-        losses = row.get("losses") if case.wrapper != "none" or case.ranks == 1 else None
-        if losses is not None:
-            row |= {"reference_losses": reference}
-            row |= {"loss_difference": loss_difference(losses, reference)}
-        yield {**row, **further.get(case.wrapper, {})}
-
-
-def reference_losses(case: Case, config: LmMatrixConfig, groups: Groups) -> list[float]:
-    """Losses of one process that trains on the batches of all ranks, which every rank does."""
-    if compared_steps(case) == 0:
-        return []
-    alone = Case(**vars(case) | {"wrapper": "none"})
-    training = Training(alone, config, groups.own, ranks_in_one=case.ranks)
-    training.train(compared_steps(case))
-    training.read_losses()
-    losses = training.losses
-    del training
-    free_memory()
-    return losses
-
-
-def compare_with_none(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Scaling efficiency and memory overhead of each wrapper against `none`, epoch by epoch."""
-    alone = rows.get("none", {})
-    memory = alone.get("peak_memory_bytes")
-    further = {}
-    for wrapper, row in rows.items():
         if row["status"] != "ok":
             continue
-        efficiency, spread = time_ratio(alone.get("times_ms", []), row["times_ms"])
-        further[wrapper] = {
-            "scaling_efficiency": efficiency,
-            "iqr_scaling_efficiency": spread,
-            "memory_overhead": row["peak_memory_bytes"] / memory - 1 if memory else None,
-        }
-    return further
+        row |= beside_none(row, rows.get("none", {}))
+        # in `none` each rank sees its own batches alone
+        if case.wrapper != "none" or case.ranks == 1:
+            row["reference_losses"] = reference
+            row["loss_difference"] = loss_difference(row["losses"], reference)
+    return [*rows.values()]
+
+
+def beside_none(row: Mapping[str, Any], none: Mapping[str, Any]) -> dict[str, Any]:
+    """Scaling efficiency and memory overhead of a wrapper, epoch by epoch."""
+    efficiency, spread = time_ratio(none.get("times_ms", []), row["times_ms"])
+    memory = none.get("peak_memory_bytes")
+    return {
+        "scaling_efficiency": efficiency,
+        "iqr_scaling_efficiency": spread,
+        "memory_overhead": row["peak_memory_bytes"] / memory - 1 if memory else None,
+    }
 
 
 def matrix_frame(records: list[dict[str, Any]]) -> pd.DataFrame:
@@ -176,20 +156,14 @@ def overview(frame: pd.DataFrame) -> list[str]:
     for row in rows:
         if (row["wrapper"], row["status"], row["backend"]) != ("flashddp", "ok", "nccl"):
             continue
-        beside = [r for r in rows if (r["setting"], r["kernel"]) == (row["setting"], row["kernel"])]
         line = {"setting": row["setting"], "kernel": row["kernel"]}
-        line |= ratios(row, beside, PEERS, "wrapper")
+        line |= ratios(row, rows, PEERS, "wrapper")
         line |= {"efficiency (%)": row["efficiency_percent"]}
         line |= {"memory overhead (%)": row["overhead_percent"]}
         lines.append(line | {"recorded": row["recorded"]})
     note = """× is how many times as fast `flashddp` is as another wrapper in the same run, epoch by
 epoch; nothing where they did not run together."""
     return [section("How flashddp compares", note, table(lines))] if lines else []
-
-
-def remarks(rows: pd.DataFrame) -> list[str]:
-    """The remarks below a setting: caveats, and which cells failed."""
-    return notes(rows, "kernel", "wrapper")
 
 
 # File -> the figure that it shows, and its axis; a panel for each setting.
@@ -207,7 +181,7 @@ REPORT = Report(
     by=("setting",),
     rows=matrix_frame,
     overview=overview,
-    further=remarks,
+    further=lambda rows: notes(rows, "kernel", "wrapper"),
     charts=[
         Chart(file, "bars", "kernel", y, "wrapper", ("setting",), ("attention kernel", label))
         for file, (y, label) in CHARTS.items()
@@ -215,4 +189,4 @@ REPORT = Report(
     text="_report.md",
     table="_results.csv",
 )
-benchmark_lm_matrix = RanksBenchmark(REPORT, matrix_groups, measure_wrappers)
+benchmark_lm_matrix = Benchmark(REPORT, matrix_cases, measure_wrappers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 from lib.core import ranges as core_ranges
-from lib.core.allocator import synchronize, without_stderr
+from lib.core.allocator import without_stderr
 from lib.core.hardware import DtypeName, pick_dtype
 from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, check, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.ddp.process_group import barrier, current_device, rank
 from lib.model.config import AttentionKernel, ModelConfig, model_preset
-from lib.model.transformer import TransformerLM
+from lib.profiling.measurement import wall_ms
 from lib.profiling.memory_formula import RankMemory, default_cap_mb, rank_memory
 from lib.profiling.trace import events_of, parse_trace
 from lib.profiling.trace_summary import summarize
-from lib.tools.benchmarks.harness import Case
-from lib.tools.benchmarks.ranks import RanksConfig, check_group
+from lib.tools.benchmarks.harness import RanksConfig
+from lib.tools.benchmarks.sweep import Case
 from lib.training.config import OptimizerConfig, TrainConfig
-from lib.training.step import TrainStep
+from lib.training.step import new_step
 
 log = logging.getLogger(__name__)
 LEARNING_RATE = 5e-4
@@ -108,38 +107,31 @@ class RanksTrainingConfig(RanksConfig):
         right = f"more than timed_epochs ({self.timed_epochs}), as the first epoch warms up"
         check(self, "epochs", self.epochs > self.timed_epochs, right)
 
-    def given(self, name: str, backend: str) -> Any:
+    def given(self, name: str) -> Any:
         """The field, or its default for the ranks' devices."""
-        return getattr(self, name) or self.defaults[name][backend == "nccl"]
+        return getattr(self, name) or self.defaults[name][self.backend == "nccl"]
 
 
 def training_case(
-    config: RanksTrainingConfig,
-    model: str,
-    kernel: AttentionKernel,
-    ranks: int,
-    backend: str,
-    **names: str,
+    config: RanksTrainingConfig, model: str, kernel: AttentionKernel, **names: str
 ) -> Case:
-    """The training of a model that `config` asks for.
+    """The training of a model that `config`, which has ranks and a backend, asks for.
 
     Args:
         names: the `wrapper`, or the `method`, which has one.
 
     Raises:
-        ValueError: the config asks for another number of ranks or another backend than there are,
-            or for something that only GPUs have.
+        ValueError: the config asks for something that only GPUs have.
     """
-    check_group(config, ranks, backend)
     if "method" in names:
         fields = SHARDING_METHODS.get(names["method"], {})
         names["wrapper"] = fields.get("ddp_wrapper", names["method"])
     preset = model_preset(model)
     length = config.context_length or preset.context_length
     shape = dataclasses.replace(preset, attention_kernel=kernel, context_length=length)
-    on_gpu = backend == "nccl"
-    check(config, "cuda_graph", on_gpu or not config.cuda_graph, "False on a CPU")
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device(config.device)
+    is_right = device.type == "cuda" or not config.cuda_graph
+    check(config, "cuda_graph", is_right, "False on a CPU")
     dtype = str(pick_dtype(device, config.dtype)).removeprefix("torch.")
     low = config.low_precision_weights
     cap_mb = default_cap_mb(shape, dtype=dtype, low_precision_weights=low)
@@ -148,14 +140,14 @@ def training_case(
         model=model,
         **names,
         **{name: getattr(shape, name) for name in SIZES},
-        tr_batch_size=config.given("tr_batch_size", backend),
-        ranks=ranks,
-        backend=backend,
+        tr_batch_size=config.given("tr_batch_size"),
+        ranks=config.ranks,
+        backend=config.backend,
         dtype=dtype,
         **{name: getattr(config, name) for name in SAME},
         bucket_size_mb=config.bucket_size_mb or cap_mb,
         **{name: getattr(config, name) for name in LENGTH if name != "steps_per_epoch"},
-        steps_per_epoch=config.given("steps_per_epoch", backend),
+        steps_per_epoch=config.given("steps_per_epoch"),
     )
 
 
@@ -253,17 +245,13 @@ class Training:
         self.sampler = BatchSampler(
             len(self.tokens), case.context_length, batch_size, seed=config.seed, **share
         )
-        generator = torch.Generator(self.device).manual_seed(config.seed)
-        model = TransformerLM(shape_of(case), device=self.device, generator=generator)
-        dtype = getattr(torch, case.dtype)
-        if case.low_precision_weights:
-            model.use_low_precision_weights(dtype)
         # losses are read after at most this many steps
         log_interval = max(case.epochs * case.steps_per_epoch, config.trace_steps + 1, 3)
         settings = train_config(
             case, log_interval=log_interval, gradient_accumulation_steps=ranks_in_one
         )
-        self.step = TrainStep(model, settings, self.device, dtype, group=group)
+        dtype = getattr(torch, case.dtype)
+        self.step = new_step(settings, self.device, dtype, seed=config.seed, group=group)
         # eager until `finish_warm_up`, so that memory is measured step by step
         self.step.use_cuda_graph(False)
         self.losses: list[float] = []
@@ -290,11 +278,7 @@ class Training:
     def timed_epoch(self) -> float:
         """Train for an epoch that all ranks start together, and return milliseconds per step."""
         barrier()
-        synchronize(self.device)
-        start = time.perf_counter()
-        self.train(self.case.steps_per_epoch)
-        synchronize(self.device)
-        milliseconds = (time.perf_counter() - start) / self.case.steps_per_epoch * 1e3
+        milliseconds = wall_ms(lambda: self.train(1), self.case.steps_per_epoch, self.device)
         self.read_losses()
         return milliseconds
 

@@ -62,12 +62,18 @@ def ratios(
 
     Args:
         row: of a training that was measured.
-        rows: of the same setting.
+        rows: all of the report.
         peers: heading -> the peer's name in the field `key`. A heading that begins with `time /`
             asks for the row's times over the peer's.
     """
     line: dict[str, Any] = {}
-    beside = [r for r in rows if r["status"] == "ok" and r["launch"] == row["launch"]]
+    # old records name no launch
+    same = ("launch", "setting", "kernel")
+    beside = [
+        other
+        for other in rows
+        if other["status"] == "ok" and all(other.get(name) == row.get(name) for name in same)
+    ]
     times = {other[key]: other["times_ms"] for other in reversed(beside)}
     for heading, peer in peers.items():
         pair = [row["times_ms"], times.get(peer, [])]

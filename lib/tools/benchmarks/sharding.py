@@ -6,15 +6,16 @@ in a group of its own, while the others do the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
+import torch
 
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
 from lib.model.config import AttentionKernel, PresetName
-from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.harness import Benchmark
 from lib.tools.benchmarks.interleaved import (
     interleave,
     loss_difference,
@@ -27,9 +28,9 @@ from lib.tools.benchmarks.rank_training import (
     predicted_memory,
     training_case,
 )
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
 from lib.tools.benchmarks.sections import Report, failures, section, table, to_rows
+from lib.tools.benchmarks.sweep import Case
 
 # The method that the others are compared with.
 BASE = "flashddp"
@@ -116,46 +117,42 @@ class ShardingConfig(RanksTrainingConfig):
         check(self, "methods", is_known, f"names out of {', '.join(SHARDING_METHODS)}")
 
 
-def sharding_groups(config: ShardingConfig, ranks: int, backend: str) -> list[Group]:
+def sharding_cases(config: ShardingConfig, device: torch.device) -> list[list[Case]]:
     """A group of methods for each model."""
     kernel = config.attention_kernel
     return [
-        [
-            training_case(config, model, kernel, ranks, backend, method=method)
-            for method in config.methods
-        ]
-        for model in config.given("models", backend)
+        [training_case(config, model, kernel, method=method) for method in config.methods]
+        for model in config.given("models")
     ]
 
 
-def measure_methods(group: Group, config: RanksTrainingConfig) -> Iterator[dict[str, Any]]:
+def measure_methods(
+    group: Sequence[Case], config: RanksTrainingConfig, device: torch.device
+) -> list[dict[str, Any]]:
     """The figures of the methods of one model, compared with those of `flashddp`."""
     rows = interleave(group, config, make_groups(config.timeout))
-    further = compare_with_base(rows)
-    for case in group:
-        yield {**rows[case.method], **further.get(case.method, {})}
+    base = rows.get(BASE, {})
+    for method, row in rows.items():
+        if row["status"] == "ok":
+            row |= beside_base(method, row, base if base.get("status") == "ok" else {})
+    return [*rows.values()]
 
 
-def compare_with_base(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Further figures of each method that compare it with `flashddp`, epoch by epoch.
+def beside_base(method: str, row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Further figures of a method that compare it with `flashddp`, epoch by epoch.
 
     `step_ratio` is its time over that of `flashddp`, `state_share` its optimizer state over that of
     `flashddp`, and `saved_*_bytes` how far its peak is below, measured and predicted.
     """
-    done = {method: row for method, row in rows.items() if row["status"] == "ok"}
-    base = done.get(BASE, {})
-    further = {}
-    for method, row in done.items():
-        ratio, spread = time_ratio(row["times_ms"], base.get("times_ms", []))
-        further[method] = {"step_ratio": ratio, "iqr_step_ratio": spread}
-        if base and method != "none":
-            state = row["measured"]["optimizer_state"] / base["measured"]["optimizer_state"]
-            further[method]["state_share"] = state
-            further[method]["loss_difference"] = loss_difference(row["losses"], base["losses"])
-            for source in ("measured", "predicted"):
-                saved = base[source]["peak"] - row[source]["peak"]
-                further[method][f"saved_{source}_bytes"] = saved
-    return further
+    ratio, spread = time_ratio(row["times_ms"], base.get("times_ms", []))
+    found = {"step_ratio": ratio, "iqr_step_ratio": spread}
+    if base and method != "none":
+        state = row["measured"]["optimizer_state"] / base["measured"]["optimizer_state"]
+        found["state_share"] = state
+        found["loss_difference"] = loss_difference(row["losses"], base["losses"])
+        for source in ("measured", "predicted"):
+            found[f"saved_{source}_bytes"] = base[source]["peak"] - row[source]["peak"]
+    return found
 
 
 def sharding_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -214,13 +211,12 @@ def comparisons(frame: pd.DataFrame) -> list[dict[str, Any]]:
     for row in rows:
         if row["status"] != "ok" or row["method"] in ("none", BASE):
             continue
-        beside = [other for other in rows if other["setting"] == row["setting"]]
         line = {"setting": row["setting"], "method": row["method"]}
         share, saved = row.get("state_share"), row.get("saved_measured_bytes")
         predicted = row.get("saved_predicted_bytes")
         line["state · ranks"] = share and share * row["ranks"]
         peers = FSDP_PEERS if row["method"].startswith("fsdp") else PEERS
-        line |= ratios(row, beside, peers, "method")
+        line |= ratios(row, rows, peers, "method")
         line |= {"saved (MB)": saved and saved / 1e6}
         line |= {"by formula (MB)": predicted and predicted / 1e6}
         line |= {"saved / predicted": saved / predicted if saved and predicted else None}
@@ -247,4 +243,4 @@ REPORT = Report(
     overview=overview,
     further=memory_tables,
 )
-benchmark_sharding = RanksBenchmark(REPORT, sharding_groups, measure_methods)
+benchmark_sharding = Benchmark(REPORT, sharding_cases, measure_methods)

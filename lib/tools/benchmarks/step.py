@@ -20,14 +20,14 @@ from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, settings
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.model.costs import flops_per_token, num_parameters
-from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import measure
 from lib.profiling.memory_formula import rank_memory
 from lib.profiling.memory_timeline import held_blocks
-from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
+from lib.tools.benchmarks.harness import Benchmark, SamplingConfig, grid, sampling
 from lib.tools.benchmarks.sections import Report, newest
+from lib.tools.benchmarks.sweep import Case
 from lib.training.config import TrainConfig
-from lib.training.step import TrainStep, numerics
+from lib.training.step import TrainStep, new_step, numerics
 
 # Default models and lengths.
 CPU_SIZES = (("tiny",), (32, 64, 128))
@@ -164,15 +164,14 @@ def measure_step(case: Case, config: StepBenchmarkConfig, device: torch.device) 
 
 def _train_step(case: Case, seed: int, device: torch.device) -> TrainStep:
     """The training step of a case on a new model."""
-    generator = torch.Generator(device).manual_seed(seed)
-    model = TransformerLM(shape_of(case), device=device, generator=generator)
+    training = TrainConfig(model=shape_of(case), batch_size=case.batch_size, steps=10**6)
+    step = new_step(training, device, dtype_of(case), seed=seed)
     if case.compile:
         # otherwise the compiler makes code for the lengths of earlier cases, too
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
-        model.compile_blocks()
-    training = TrainConfig(model=shape_of(case), batch_size=case.batch_size, steps=10**6)
-    return TrainStep(model, training, device, dtype_of(case))
+        step.model.compile_blocks()
+    return step
 
 
 def _function(step: TrainStep, case: Case, seed: int) -> Function:

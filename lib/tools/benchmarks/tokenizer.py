@@ -21,8 +21,9 @@ from lib.core.hardware import available_cpus
 from lib.core.records import to_frame
 from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.stories import generate_stories
-from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, Case, grid
+from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, grid
 from lib.tools.benchmarks.sections import Report
+from lib.tools.benchmarks.sweep import Case
 from lib.tools.benchmarks.tokenizer_candidates import (
     DOCUMENT_CHARACTERS,
     MEGABYTE,

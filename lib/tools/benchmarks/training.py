@@ -20,19 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lib.core.allocator import synchronize
 from lib.core.hardware import peak_flops, pick_dtype
 from lib.core.records import Record, to_frame
 from lib.core.settings import PositiveInt, check, require, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.model.config import ModelConfig, PresetName, model_preset
 from lib.model.costs import flops_per_token, num_parameters
-from lib.model.transformer import TransformerLM
-from lib.profiling.measurement import interquartile_range
-from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, Case, grid
+from lib.profiling.measurement import interquartile_range, wall_ms
+from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, grid
 from lib.tools.benchmarks.sections import Report
+from lib.tools.benchmarks.sweep import Case
 from lib.training.config import TrainConfig
-from lib.training.step import TrainStep, numerics
+from lib.training.step import new_step, numerics
 
 PEER = "nanoGPT-style"
 FASTEST: dict = {"compile": True, "cuda_graph": True, "low_precision_weights": True}
@@ -142,8 +141,7 @@ def measure_steps(
     torch.compiler.reset()
     steps = [warm_up(functools.partial(make, case), next_batch, device) for case in group]
     samples = [
-        [milliseconds_per_step(step.run, config.steps, device) for step in steps]
-        for _ in range(group[0].samples)
+        [wall_ms(step.run, config.steps, device) for step in steps] for _ in range(group[0].samples)
     ]
     limit = peak_flops(device, dtype)
     for case, step, times_ms in zip(group, steps, zip(*samples)):
@@ -194,20 +192,10 @@ def warm_up(
         step(next_batch())
 
     run()
-    milliseconds_per_step(run, 5, device)
+    wall_ms(run, 5, device)
     seconds = time.perf_counter() - start
     after = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     return WarmStep(run, (after - before) / 1e9, seconds)
-
-
-def milliseconds_per_step(step: Callable[[], Any], steps: int, device: torch.device) -> float:
-    """Average time of `steps` steps in ms, including the host's part."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / steps * 1e3
 
 
 def reserved_bytes(device: torch.device) -> int:
@@ -240,11 +228,7 @@ def our_step(
     config = dataclasses.replace(config, attention_kernel=attention_kernel or default)
     sizes: dict = {"model": config, "batch_size": batch_size, "steps": 10**6}
     settings = TrainConfig(**sizes, **{**FASTEST, **changes})
-    model = TransformerLM(config, generator=torch.Generator().manual_seed(0)).to(device)
-    model.use_kernels(kernels)
-    if settings.low_precision_weights:
-        model.use_low_precision_weights(dtype)
-    train_step = TrainStep(model, settings, device, dtype)
+    train_step = new_step(settings, device, dtype, kernels=kernels)
     return lambda sequences: train_step(sequences, 1e-4)
 
 

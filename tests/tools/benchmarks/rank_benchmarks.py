@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from lib.tools.benchmarks.harness import Case
-from lib.tools.benchmarks.lm_matrix import LmMatrixConfig, matrix_groups
-from lib.tools.benchmarks.sharding import sharding_groups
+from lib.tools.benchmarks.harness import for_group
+from lib.tools.benchmarks.lm_matrix import LmMatrixConfig, matrix_cases
+from lib.tools.benchmarks.sharding import sharding_cases
+from lib.tools.benchmarks.sweep import Case
 
 SMALL = {
     "context_length": 16,
@@ -22,9 +23,10 @@ SMALL = {
 
 def cases_of(cls: type, *, on_gpu: bool = False, **settings: Any) -> list[Case]:
     """The cases that a config of two ranks asks for."""
-    groups = matrix_groups if cls is LmMatrixConfig else sharding_groups
+    groups_of = matrix_cases if cls is LmMatrixConfig else sharding_cases
+    config = for_group(cls(**settings), 2, "nccl" if on_gpu else "gloo")
     with pytest.MonkeyPatch.context() as patch:
         # as on a Hopper chip; nothing runs there
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        found = groups(cls(**settings), 2, "nccl" if on_gpu else "gloo")
+        found = groups_of(config, torch.device(config.device))
     return [case for group in found for case in group]

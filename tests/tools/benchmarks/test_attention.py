@@ -24,7 +24,7 @@ from lib.tools.benchmarks.attention import (
     make_inputs,
 )
 from lib.tools.benchmarks.attention_report import attention_rows
-from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.sweep import Case
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -11,7 +11,7 @@ from lib.tools.benchmarks.attention_report import (
     main_rows,
     newest_records,
 )
-from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.sweep import Case
 
 # such as of a figure that is too small for its labels
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")

@@ -15,16 +15,18 @@ from lib.tools.benchmarks.communication import (
     REPORT,
     CommunicationBenchmarkConfig,
     benchmark_communication,
-    communication_groups,
+    communication_cases,
     datasheet_gbs,
     size_name,
 )
+from lib.tools.benchmarks.harness import for_group
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 def cases_of(config, ranks, backend):
-    return [case for [case] in communication_groups(config, ranks, backend)]
+    config = for_group(config, ranks, backend)
+    return communication_cases(config, torch.device(config.device))
 
 
 @pytest.mark.parametrize(("backend", "largest"), [("gloo", 2**26), ("nccl", 2**30)])

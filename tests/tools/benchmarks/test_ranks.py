@@ -17,7 +17,6 @@ from lib.model.config import MODEL_PRESETS
 from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer import flat_slices
 from lib.tools.benchmarks import interleaved as module
-from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
     Trainings,
     communication_figures,
@@ -28,7 +27,7 @@ from lib.tools.benchmarks.interleaved import (
 from lib.tools.benchmarks.lm_matrix import (
     LmMatrixConfig,
     benchmark_lm_matrix,
-    compare_with_none,
+    beside_none,
     measure_wrappers,
 )
 from lib.tools.benchmarks.rank_training import (
@@ -39,7 +38,8 @@ from lib.tools.benchmarks.rank_training import (
     skewed_tokens,
     train_config,
 )
-from lib.tools.benchmarks.sharding import ShardingConfig, sharding_groups
+from lib.tools.benchmarks.sharding import ShardingConfig
+from lib.tools.benchmarks.sweep import Case
 from tests.tools.benchmarks.rank_benchmarks import SMALL, cases_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -169,7 +169,7 @@ def test_models_are_held_together_only_where_they_fit(memory_gb, settings, fits)
     assert fits_together(cases, memory_gb * 1e9) == fits
 
 
-def full_for_flashddp(group, config):
+def full_for_flashddp(group, config, device):
     """`measure_wrappers`, where memory is full on all ranks for `flashddp`."""
     train = Training.train
 
@@ -179,10 +179,10 @@ def full_for_flashddp(group, config):
         train(self, steps)
 
     Training.train = full
-    return list(measure_wrappers(group, config))
+    return measure_wrappers(group, config, device)
 
 
-def failing(group, config):
+def failing(group, config, device):
     raise KeyError("planted")
 
 
@@ -254,20 +254,16 @@ def test_wrappers_train_as_one_process_on_the_batches_of_all_ranks(tmp_path):
 
 
 def test_efficiency_and_overhead_compare_epoch_by_epoch_with_none():
-    rows = {
-        "none": {"times_ms": [10.0, 20.0, 40.0], "peak_memory_bytes": 1000},
-        "flat": {"times_ms": [20.0, 25.0, 40.0], "peak_memory_bytes": 1100},
-        "naive": {"status": "refused"},
-    }
-    rows = {name: {"status": "ok", **row} for name, row in rows.items()}
-    further = compare_with_none(rows)
-    assert further["flat"]["scaling_efficiency"] == 0.8
-    assert further["flat"]["iqr_scaling_efficiency"] == pytest.approx(0.25)
-    assert further["flat"]["memory_overhead"] == pytest.approx(0.1)
-    assert further["none"]["scaling_efficiency"] == 1
-    assert "naive" not in further
-    del rows["none"]
-    assert compare_with_none(rows)["flat"] == dict.fromkeys(further["flat"])
+    none = {"times_ms": [10.0, 20.0, 40.0], "peak_memory_bytes": 1000}
+    flat = {"times_ms": [20.0, 25.0, 40.0], "peak_memory_bytes": 1100}
+    found = beside_none(flat, none)
+    assert found["scaling_efficiency"] == 0.8
+    assert found["iqr_scaling_efficiency"] == pytest.approx(0.25)
+    assert found["memory_overhead"] == pytest.approx(0.1)
+    assert beside_none(none, none)["scaling_efficiency"] == 1
+    # a baseline that was refused, or not asked for
+    for other in ({}, {"status": "refused"}):
+        assert beside_none(flat, other) == dict.fromkeys(found)
 
 
 @pytest.fixture
@@ -349,8 +345,8 @@ def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
 @pytest.mark.usefixtures("quick_ranks")
 def test_no_collective_is_under_way_when_a_profiler_stops():
     # gloo's threads would write into a log that is freed, and the process might die
-    config = ShardingConfig(methods=("zero1",), **SMALL)
-    [[case]] = sharding_groups(config, 2, "gloo")
+    settings = SMALL | {"methods": ("zero1",)}
+    config, [case] = ShardingConfig(**settings), cases_of(ShardingConfig, **settings)
     assert (
         launch(trace_with_a_late_rank, 2, case, config, backend="gloo", timeout=60)
         == [[True] * 2] * 2

@@ -13,16 +13,16 @@ from lib.model.costs import num_parameters
 from lib.optimizer import AdamW
 from lib.sharded_optimizer import ShardedOptimizer
 from lib.tools.benchmarks import lm_matrix, ranks_report, sharding
-from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.lm_matrix import LmMatrixConfig
 from lib.tools.benchmarks.rank_memory import bytes_at_marks, held_bytes
 from lib.tools.benchmarks.sections import to_rows
 from lib.tools.benchmarks.sharding import (
     ShardingConfig,
     benchmark_sharding,
-    compare_with_base,
+    beside_base,
     measured,
 )
+from lib.tools.benchmarks.sweep import Case
 from tests.tools.benchmarks import rank_benchmarks
 from tests.tools.benchmarks.rank_benchmarks import cases_of
 
@@ -154,13 +154,13 @@ def test_methods_are_compared_with_flashddp_epoch_by_epoch():
             "losses": [2.0, 1.0],
         }
 
-    rows = {"flashddp": row([10.0, 20.0, 40.0], 8, 90), "zero1": row([20.0], 4, 50)}
-    further = compare_with_base(rows)
-    assert further["zero1"]["step_ratio"] == 2.0
-    assert further["zero1"]["state_share"] == 0.5
-    assert further["zero1"]["saved_measured_bytes"] == 40
-    assert further["zero1"]["loss_difference"] == 0
-    assert compare_with_base({"zero1": row([20.0], 4, 50)})["zero1"]["step_ratio"] is None
+    ours, base = row([20.0], 4, 50), row([10.0, 20.0, 40.0], 8, 90)
+    found = beside_base("zero1", ours, base)
+    assert (found["step_ratio"], found["state_share"]) == (2.0, 0.5)
+    assert (found["saved_measured_bytes"], found["loss_difference"]) == (40, 0)
+    # a rank of `none` sees its own batches alone
+    assert beside_base("none", ours, base) == {"step_ratio": 2.0, "iqr_step_ratio": 0.0}
+    assert beside_base("zero1", ours, {}) == {"step_ratio": None, "iqr_step_ratio": None}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lib.core.allocator import free_memory
 from lib.core.records import read_records
 from lib.model.costs import flops_per_token, num_parameters
 from lib.model.transformer import TransformerLM
-from lib.tools.benchmarks.harness import Case, grid
+from lib.tools.benchmarks.harness import grid
 from lib.tools.benchmarks.step import (
     CPU_SIZES,
     GPU_SIZES,
@@ -21,6 +21,7 @@ from lib.tools.benchmarks.step import (
     shape_of,
     step_cases,
 )
+from lib.tools.benchmarks.sweep import Case
 
 CPU = torch.device("cpu")
 MODES = ("forward", "forward_backward", "full_step")

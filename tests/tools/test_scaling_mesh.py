@@ -3,7 +3,7 @@
 import pytest
 
 from lib.ddp import launch
-from lib.lessons.mesh.gpus import Pipeline, measure_ring
+from lib.tools.scaling_mesh import Pipeline, measure_ring
 
 
 def measured():

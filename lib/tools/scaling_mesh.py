@@ -1,6 +1,6 @@
 """Pipelines and ring attention on real GPUs, beside their predictions, as notebook 11 shows them.
 
-`python -m lib benchmark scaling` measures them. The pipeline runs the `run_stage` of the notebook,
+`scaling.py` measures them. The pipeline runs the `run_stage` of the notebook,
 the ring its zigzag order, with the attention kernel of `lib`. Computing and messages are also timed
 by themselves: they are what the formulas of the notebook predict the whole from.
 """
@@ -8,7 +8,6 @@ by themselves: they are what the formulas of the notebook predict the whole from
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from lib.lessons.mesh.toys import Stage, loss_of
 from lib.lessons.ranks import Processes
 from lib.model.config import model_preset
 from lib.model.transformer import TransformerLM
+from lib.profiling.measurement import wall_ms
 
 ROUNDS = 5
 
@@ -37,15 +37,10 @@ def times_ms(calls: Mapping[str, Callable[[], Any]], repeats: int = 1) -> dict[s
     Ranks begin each sample together, on idle devices; the calls take turns.
     """
     device, found = current_device(), {name: [] for name in calls}
-    for name in [*calls] * 2 + [*calls] * ROUNDS:  # two rounds warm up
+    for name in [*calls] * (2 + ROUNDS):  # two rounds warm up
         synchronize(device)
         barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            calls[name]()
-        synchronize(device)
-        took = 1e3 * (time.perf_counter() - start) / repeats
-        found[name].append(max(gather_objects(took)))
+        found[name].append(max(gather_objects(wall_ms(calls[name], repeats, device))))
     return {name: times[-ROUNDS:] for name, times in found.items()}
 
 
@@ -60,8 +55,6 @@ class Pipeline:
     """A model cut into stages, one a rank, and the micro-batches that go through it."""
 
     def __init__(self, model: str, sequences: int, context_length: int) -> None:
-        self.config = {"what": "pipeline", "model": model, "sequences": sequences}
-        self.config["context_length"] = context_length
         self.device, shape = current_device(), model_preset(model)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         generator = torch.Generator(self.device).manual_seed(0)
