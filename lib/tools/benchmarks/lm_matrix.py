@@ -166,6 +166,11 @@ epoch; nothing where they did not run together."""
     return [section("How flashddp compares", note, table(lines))] if lines else []
 
 
+def remarks(rows: pd.DataFrame) -> list[str]:
+    """The remarks below a setting: caveats, and which cells failed."""
+    return notes(rows, "kernel", "wrapper")
+
+
 # File -> the figure that it shows, and its axis; a panel for each setting.
 CHARTS = {
     "lm_matrix_time.png": ("median_ms", "time a step (ms)"),
@@ -181,7 +186,7 @@ REPORT = Report(
     by=("setting",),
     rows=matrix_frame,
     overview=overview,
-    further=lambda rows: notes(rows, "kernel", "wrapper"),
+    further=remarks,
     charts=[
         Chart(file, "bars", "kernel", y, "wrapper", ("setting",), ("attention kernel", label))
         for file, (y, label) in CHARTS.items()
