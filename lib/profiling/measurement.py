@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from lib.core.hardware import pick_device
 from lib.core.settings import require
 
 Function = Callable[[], Any]
+T = TypeVar("T")
 # At least as large as the last-level cache of most CPUs.
 CPU_CACHE_BYTES = 256 << 20
 
@@ -72,9 +74,30 @@ class Measurement:
         return {name: getattr(self, name) for name in names} | {"times_ms": list(self.times_ms)}
 
 
+def time_figures(times_ms: Sequence[float]) -> dict[str, Any]:
+    """Median, spread and number of samples, and the samples, as figures of a record."""
+    return {
+        "median_ms": statistics.median(times_ms),
+        "iqr_ms": interquartile_range(times_ms),
+        "samples": len(times_ms),
+        "times_ms": list(times_ms),
+    }
+
+
 def interquartile_range(values: Sequence[float]) -> float | None:
     """Return the third quartile minus the first; None for no values."""
     return float(np.subtract(*np.percentile(values, [75, 25]))) if len(values) else None
+
+
+def time_ratio(
+    first: Sequence[float], second: Sequence[float]
+) -> tuple[float | None, float | None]:
+    """Median and interquartile range of the first's times over the second's, sample by sample.
+
+    Above 1, the second is faster; None where there are no pairs of samples.
+    """
+    ratios = [a / b for a, b in zip(first, second)]
+    return (statistics.median(ratios), interquartile_range(ratios)) if ratios else (None, None)
 
 
 def measure(fn: Function, **settings: Any) -> Measurement:
@@ -134,13 +157,22 @@ def measure_interleaved(
 
         # take the samples, in an order that alternates
         flush = _cache_flush(device) if flush_l2 else None
-        for number in range(samples):
-            for candidate in candidates if number % 2 == 0 else reversed(candidates):
-                if flush is not None:
-                    flush()
-                candidate.take_sample()
+        interleave([functools.partial(each.take_sample, flush) for each in candidates], samples)
         synchronize(device)
         return [candidate.result() for candidate in candidates]
+
+
+def interleave(samplers: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
+    """Call each of `samplers` once a round; return what each returned, round by round.
+
+    There and back, so that no one always follows the same other.
+    """
+    found: list[list[T]] = [[] for _ in samplers]
+    order = range(len(samplers))
+    for number in range(rounds):
+        for index in order if number % 2 == 0 else reversed(order):
+            found[index].append(samplers[index]())
+    return found
 
 
 class _Candidate:
@@ -169,8 +201,10 @@ class _Candidate:
                 growth = 1.2 * min_sample_ms / max(self.sample_ms, 1e-6)
                 self.calls = math.ceil(self.calls * min(max(growth, 1.5), 10))
 
-    def take_sample(self) -> None:
-        """Take one sample, unless the function ran out of memory before."""
+    def take_sample(self, before: Function | None) -> None:
+        """Take one sample after calling `before`, unless the function ran out of memory."""
+        if before is not None:
+            before()
         if not self.is_oom:
             with self._note_oom():
                 self.read_sample_ms.append(self._start_sample())

@@ -26,7 +26,7 @@ from lib.lessons.mesh.toys import Stage, loss_of
 from lib.lessons.ranks import Processes
 from lib.model.config import model_preset
 from lib.model.transformer import TransformerLM
-from lib.profiling.measurement import wall_ms
+from lib.profiling.measurement import interleave, wall_ms
 
 ROUNDS = 5
 
@@ -34,14 +34,18 @@ ROUNDS = 5
 def times_ms(calls: Mapping[str, Callable[[], Any]], repeats: int = 1) -> dict[str, list[float]]:
     """Name -> milliseconds of a call on the slowest rank, in each of `ROUNDS` rounds.
 
-    Ranks begin each sample together, on idle devices; the calls take turns.
+    Ranks begin each sample together, on idle devices; the calls are interleaved.
     """
-    device, found = current_device(), {name: [] for name in calls}
-    for name in [*calls] * (2 + ROUNDS):  # two rounds warm up
+    device = current_device()
+
+    def sample(call: Callable[[], Any]) -> float:
         synchronize(device)
         barrier()
-        found[name].append(max(gather_objects(wall_ms(calls[name], repeats, device))))
-    return {name: times[-ROUNDS:] for name, times in found.items()}
+        return max(gather_objects(wall_ms(call, repeats, device)))
+
+    samplers = [partial(sample, call) for call in calls.values()]
+    interleave(samplers, 2)  # warm up
+    return dict(zip(calls, interleave(samplers, ROUNDS)))
 
 
 def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
@@ -35,7 +34,7 @@ from lib.profiling.collectives import (
     fit_link,
     predicted_ms,
 )
-from lib.profiling.measurement import interquartile_range, start_sample
+from lib.profiling.measurement import start_sample, time_figures
 from lib.tools.benchmarks.harness import Benchmark, RanksConfig, grid, sampling
 from lib.tools.benchmarks.sections import Report, newest, table
 from lib.tools.benchmarks.sweep import Case
@@ -150,17 +149,11 @@ def measure_collective(case: Case, config: RanksConfig, device: torch.device) ->
     # time further calls, on zeros: repeated all-reduces in place would overflow
     result.zero_()
     times, calls = _slowest_times(call, case)
-    median_ms = statistics.median(times)
+    figures |= time_figures(times) | {"calls_per_sample": calls}
+    median_ms = figures["median_ms"]
     speed = bus_bandwidth_gbs(case.collective, case.num_bytes, case.ranks, median_ms)
-    return figures | {
-        "median_ms": median_ms,
-        "iqr_ms": interquartile_range(times),
-        "samples": len(times),
-        "calls_per_sample": calls,
-        "algorithm_bandwidth_gbs": case.num_bytes / (median_ms * 1e6),
-        "bus_bandwidth_gbs": speed,
-        "times_ms": times,
-    }
+    bandwidth = case.num_bytes / (median_ms * 1e6)
+    return figures | {"algorithm_bandwidth_gbs": bandwidth, "bus_bandwidth_gbs": speed}
 
 
 def _prepare(case: Case, device: torch.device) -> tuple[Function, Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lib.core.allocator import free_memory, is_out_of_memory
 from lib.ddp.process_group import current_device, gather_objects, rank, world_size
 from lib.model.costs import num_parameters
-from lib.profiling.measurement import interquartile_range
+from lib.profiling.measurement import interleave, time_figures
 from lib.tools.benchmarks.rank_memory import measure_memory, predicted_bytes
 from lib.tools.benchmarks.rank_training import (
     RanksTrainingConfig,
@@ -55,7 +55,7 @@ def make_groups(timeout: float) -> Groups:
     return Groups(own, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
 
-def interleave(
+def measure_trainings(
     cases: Sequence[Case], config: RanksTrainingConfig, groups: Groups
 ) -> dict[str, dict[str, Any]]:
     """Method -> the figures of its training, the same on all ranks."""
@@ -114,26 +114,21 @@ class Trainings:
     def run(self) -> dict[str, dict[str, Any]]:
         """The figures of each training, including those that were refused."""
         launch = datetime.now(UTC).isoformat()
-        times: dict[str, list[float]] = {}
         rows: dict[str, dict[str, Any]] = {}
         # warm up
         for name in self.cases:
             log.info("warming up %s", name)
             if problem := self.problem_of(name):
                 rows[name] = problem
-            else:
-                times[name] = []
-        # time: there and back, so that no training always follows the same other one
+        # time
         log.info("timing %d epochs of each", self.config.timed_epochs)
-        for turn in range(self.config.timed_epochs):
-            for name in times if turn % 2 == 0 else reversed(times):
-                with self.training(name) as training:
-                    times[name].append(training.timed_epoch())
+        names = [name for name in self.cases if name not in rows]
+        samplers = [functools.partial(self.timed_epoch, name) for name in names]
         # trace afterwards, so that the profiler disturbs no timed epoch
-        for name in times:
+        for name, times in zip(names, interleave(samplers, self.config.timed_epochs)):
             with self.training(name) as training:
                 traced = training.trace_communication(self.config.trace_steps, self.groups.hosts)
-            rows[name] = {"status": "ok", **self.figures(name, times[name])}
+            rows[name] = {"status": "ok", **self.figures(name, times)}
             rows[name] |= communication_figures(traced, self.device)
         return {
             name: {
@@ -174,10 +169,15 @@ class Trainings:
         free_memory()
         return found[0]
 
+    def timed_epoch(self, name: str) -> float:
+        """Milliseconds per step of an epoch of a training."""
+        with self.training(name) as training:
+            return training.timed_epoch()
+
     def figures(self, name: str, times: list[float]) -> dict[str, Any]:
         """Time, memory and losses of one training."""
         case, by_rank = self.cases[name], gather_objects(self.memory[name])
-        figures = time_figures(case, times)
+        figures = step_figures(case, times)
         return figures | {
             "epoch_s": figures["median_ms"] * case.steps_per_epoch / 1e3,
             # of each kind and moment the rank that has most
@@ -230,18 +230,12 @@ def fits_together(cases: Sequence[Case], memory: float) -> bool:
     return held + (sum(working) if cases[0].cuda_graph else max(working)) < 0.8 * memory
 
 
-def time_figures(case: Case, times: list[float]) -> dict[str, Any]:
+def step_figures(case: Case, times: list[float]) -> dict[str, Any]:
     """Time per step and tokens/s of all ranks, from this rank's milliseconds per step and epoch."""
     # ranks differ where each trains alone
     means = [fmean(epoch) for epoch in zip(*gather_objects(times))]
     tokens = case.ranks * case.tr_batch_size * case.context_length
-    return {
-        "tokens_per_s": tokens / median(means) * 1e3,
-        "median_ms": median(means),
-        "iqr_ms": interquartile_range(means),
-        "samples": len(means),
-        "times_ms": means,
-    }
+    return {"tokens_per_s": tokens / median(means) * 1e3, **time_figures(means)}
 
 
 def communication_figures(
@@ -254,17 +248,6 @@ def communication_figures(
     names = ("communication_ms", "exposed_communication_ms", "traced_step_ms")
     means: dict[str, Any] = {key: fmean(values) for key, values in zip(names, zip(*every))}
     return means | {"exposed_from": "kernels" if device.type == "cuda" else "operators"}
-
-
-def time_ratio(
-    first: Sequence[float], second: Sequence[float]
-) -> tuple[float | None, float | None]:
-    """Median and interquartile range of the first's times over the second's, epoch by epoch.
-
-    Above 1, the second is faster; None where there are no pairs of epochs.
-    """
-    ratios = [a / b for a, b in zip(first, second)]
-    return (median(ratios), interquartile_range(ratios)) if ratios else (None, None)
 
 
 def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:

@@ -16,13 +16,13 @@ import torch
 from lib.core.settings import NonEmpty, settings
 from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
 from lib.model.config import AttentionKernel, PresetName
+from lib.profiling.measurement import time_ratio
 from lib.tools.benchmarks.harness import Benchmark
 from lib.tools.benchmarks.interleaved import (
-    interleave,
     loss_difference,
     make_groups,
+    measure_trainings,
     one_process,
-    time_ratio,
 )
 from lib.tools.benchmarks.rank_training import (
     RanksTrainingConfig,
@@ -115,7 +115,7 @@ def measure_wrappers(
     with contextlib.suppress(ValueError):
         steps = one_process(group[0], config, compared_steps(group[0]), groups)
         reference = [step.loss for step in steps]
-    rows = interleave(group, config, groups)
+    rows = measure_trainings(group, config, groups)
     for case in group:
         row = rows[case.wrapper]
         if row["status"] != "ok":

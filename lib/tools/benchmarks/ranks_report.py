@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lib.core.records import Record, to_frame
-from lib.tools.benchmarks.interleaved import time_ratio
+from lib.profiling.measurement import time_ratio
 from lib.tools.benchmarks.rank_training import LENGTH
 from lib.tools.benchmarks.sections import failures, newest, to_rows
 

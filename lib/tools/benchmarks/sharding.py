@@ -15,12 +15,12 @@ import torch
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
 from lib.model.config import AttentionKernel, PresetName
+from lib.profiling.measurement import time_ratio
 from lib.tools.benchmarks.harness import Benchmark
 from lib.tools.benchmarks.interleaved import (
-    interleave,
     loss_difference,
     make_groups,
-    time_ratio,
+    measure_trainings,
 )
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
@@ -130,7 +130,7 @@ def measure_methods(
     group: Sequence[Case], config: RanksTrainingConfig, device: torch.device
 ) -> list[dict[str, Any]]:
     """The figures of the methods of one model, compared with those of `flashddp`."""
-    rows = interleave(group, config, make_groups(config.timeout))
+    rows = measure_trainings(group, config, make_groups(config.timeout))
     base = rows.get(BASE, {})
     for method, row in rows.items():
         if row["status"] == "ok":

@@ -7,12 +7,13 @@ no record yet, all ranks measure it, and rank 0 appends the records.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,51 +62,88 @@ def run_sweep(
     Returns:
         The newest record of each case, in the order of `groups`; none on ranks other than 0.
     """
-    from tqdm import tqdm
-
-    path, code = Path(path), code_version()
-
-    def record_of(figures: Figures, case: Case | None = None) -> Record:
-        made = new_record(figures, config=case and vars(case), seed=seed, device=device)
-        made["versions"] |= versions_of(packages)
-        # lists for tuples, as they are read again
-        return json.loads(json.dumps(made | {"code": code, "threads": torch.get_num_threads()}))
-
     keyed = [{_key(vars(case)): case for case in group} for group in groups]
     cases = {key: case for group in keyed for key, case in group.items()}
     names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
+    store = Store(Path(path), seed, device, packages, code_version())
     found: dict[str, Record] = {}
     with contextlib.ExitStack() as until_done:
 
         def find() -> list[list[str]]:
-            # fail now if the file cannot be written, not after the first measurement
-            make_folder(path.parent)
-            path.open("ab").close()
-            until_done.enter_context(lock_file(path))
-            # keep the records of this machine and this code
-            here, records = record_of({}), [] if restart else read_records(path)
-            same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
-            found.update((_key(record["config"]), record) for record in same)
+            until_done.enter_context(store.locked())
+            found.update({} if restart else store.read())
             return keys_left(keyed, found)
 
         left, is_first = on_first_rank(find), rank() == 0
         count = sum(map(len, left))
         log.info("%d of %d rows to measure, into %s", count, len(cases), path)
-        progress = {"total": len(cases), "initial": len(cases) - count, "unit": "row"}
-        # disable=None: no bar in a log
-        options: dict = bar_size() | {"disable": None if is_first else True, "leave": False}
-        with tqdm(**progress, **options) as bar:
+        with progress_bar(len(cases), count, is_shown=is_first) as bar:
             for keys in left:
                 bar.set_description_str(names[keys[0]])
                 for key, figures in zip(keys, measure([cases[key] for key in keys])):
-                    if not is_first:
-                        continue
-                    found[key] = record_of(figures, cases[key])
-                    append_record(path, found[key])
-                    bar.update()
-                    if line:
-                        bar.write(": ".join(filter(None, (names[key], line(found[key])))))
+                    if is_first:
+                        found[key] = store.append(figures, cases[key])
+                        bar.update()
+                        if line:
+                            bar.write(": ".join(filter(None, (names[key], line(found[key])))))
     return [found[key] for key in cases] if is_first else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """The file of a sweep's records, and what is the same in those that it makes."""
+
+    path: Path
+    seed: int | None
+    device: torch.device | str | None
+    packages: Sequence[str]
+    code: str
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait until no other process sweeps into the file, and keep it.
+
+        Raises:
+            OSError: it cannot be written; now, not after the first measurement.
+        """
+        make_folder(self.path.parent)
+        self.path.open("ab").close()
+        with lock_file(self.path):
+            yield
+
+    def record(self, figures: Figures, case: Case | None = None) -> Record:
+        """A record made here and now."""
+        config = vars(case) if case else None
+        made = new_record(figures, config=config, seed=self.seed, device=self.device)
+        made["versions"] |= versions_of(self.packages)
+        made |= {"code": self.code, "threads": torch.get_num_threads()}
+        # lists for tuples, as they are read again
+        return json.loads(json.dumps(made))
+
+    def read(self) -> dict[str, Record]:
+        """The newest record of each case that was made on this machine by this code."""
+        here = self.record({})
+        same = (
+            record
+            for record in read_records(self.path)
+            if all(record.get(key) == here[key] for key in SAME_MACHINE)
+        )
+        return {_key(record["config"]): record for record in same}
+
+    def append(self, figures: Figures, case: Case) -> Record:
+        """Make the record of a case, and add it to the file."""
+        made = self.record(figures, case)
+        append_record(self.path, made)
+        return made
+
+
+def progress_bar(total: int, left: int, *, is_shown: bool) -> Any:
+    """A bar over the rows of a sweep, of which some are done."""
+    from tqdm import tqdm
+
+    # disable=None: no bar in a log
+    options: dict = bar_size() | {"disable": None if is_shown else True, "leave": False}
+    return tqdm(total=total, initial=total - left, unit="row", **options)
 
 
 def keys_left(groups: Iterable[Iterable[str]], found: Mapping[str, Record]) -> list[list[str]]:
@@ -131,7 +169,8 @@ def or_out_of_memory(
     Another error says what was being measured.
     """
     try:
-        return [{"status": "ok", **figures} for figures in measure(group)]
+        found = list(measure(group))
+        return [each if "status" in each else {"status": "ok", **each} for each in found]
     except Exception as error:
         if not is_out_of_memory(error):
             error.add_note(f"while this was measured: {[vars(case) for case in group]}")

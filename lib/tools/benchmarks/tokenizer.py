@@ -123,8 +123,7 @@ def measure_group(
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     [name] = [text for text in config.texts if Path(text).stem == case.text]
     found = corpus(name, case.vocab_size, case.megabytes, config.seed)
-    for case, measured in zip(group, measure_task(group, found)):
-        yield {**vars(case), **measured}
+    yield from measure_task(group, found)
 
 
 @functools.lru_cache(maxsize=1)

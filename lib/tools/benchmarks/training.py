@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from lib.core.settings import PositiveInt, check, require, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.model.config import ModelConfig, PresetName, model_preset
 from lib.model.costs import flops_per_token, num_parameters
-from lib.profiling.measurement import interquartile_range, wall_ms
+from lib.profiling.measurement import interleave, time_figures, time_ratio, wall_ms
 from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, grid
 from lib.tools.benchmarks.sections import Report
 from lib.tools.benchmarks.sweep import Case
@@ -120,15 +119,6 @@ def measure_group(
     group: Sequence[Case], config: TrainingBenchmarkConfig, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Figures of the candidates of one model, interleaved."""
-    with numerics(tf32=True, deterministic=False):
-        for case, figures in zip(group, measure_steps(group, config, device)):
-            yield {**vars(case), **figures}
-
-
-def measure_steps(
-    group: Sequence[Case], config: TrainingBenchmarkConfig, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """Figures of the candidates of one model, interleaved."""
     shape, batch_size = model_preset(group[0].model), group[0].batch_size
     next_batch = random_batches(shape, batch_size, config.seed, device)
     dtype = pick_dtype(device, "bfloat16")
@@ -139,28 +129,25 @@ def measure_steps(
         return our_step(shape, batch_size, device, dtype, **CANDIDATES[case.candidate])
 
     torch.compiler.reset()
-    steps = [warm_up(functools.partial(make, case), next_batch, device) for case in group]
-    samples = [
-        [wall_ms(step.run, config.steps, device) for step in steps] for _ in range(group[0].samples)
-    ]
+    with numerics(tf32=True, deterministic=False):
+        steps = [warm_up(functools.partial(make, case), next_batch, device) for case in group]
+        samplers = [functools.partial(wall_ms, step.run, config.steps, device) for step in steps]
+        samples = interleave(samplers, group[0].samples)
     limit = peak_flops(device, dtype)
-    for case, step, times_ms in zip(group, steps, zip(*samples)):
-        milliseconds = statistics.median(times_ms)
-        rate = batch_size * shape.context_length / milliseconds * 1e3
+    for case, step, times_ms in zip(group, steps, samples):
+        times = time_figures(times_ms)
+        rate = batch_size * shape.context_length / times["median_ms"] * 1e3
         figures = {
             "parameters": num_parameters(shape),
             "context_length": shape.context_length,
             "tokens_per_s": rate,
-            "median_ms": milliseconds,
-            "iqr_ms": interquartile_range(times_ms),
-            "samples": len(times_ms),
+            **times,
             "mfu": limit and rate * flops_per_token(shape) / limit,
             "peak_memory_gb": step.peak_memory_gb,
             "first_step_s": step.first_step_s,
         }
         if case.candidate == "all" and group[0].candidate == PEER:
-            ratios = [times[0] / times[group.index(case)] for times in samples]
-            figures["ratio_to_peer"] = statistics.median(ratios)
+            figures["ratio_to_peer"], _ = time_ratio(samples[0], times_ms)
         yield figures
 
 

@@ -22,7 +22,7 @@ from lib.tools.benchmarks.interleaved import (
     communication_figures,
     fits_together,
     loss_difference,
-    time_figures,
+    step_figures,
 )
 from lib.tools.benchmarks.lm_matrix import (
     LmMatrixConfig,
@@ -132,7 +132,7 @@ def test_a_training_that_is_too_large_for_one_rank_is_left_out_by_all(monkeypatc
 def test_an_epochs_time_is_the_mean_of_the_ranks_and_tokens_are_those_of_all(monkeypatch):
     monkeypatch.setattr(module, "gather_objects", lambda value: [value, [30.0, 50.0, 90.0]])
     case = types.SimpleNamespace(ranks=2, tr_batch_size=4, context_length=8)
-    figures = time_figures(case, [10.0, 30.0, 50.0])
+    figures = step_figures(case, [10.0, 30.0, 50.0])
     assert figures["times_ms"] == [20.0, 40.0, 70.0]
     assert (figures["median_ms"], figures["iqr_ms"]) == (40.0, 25.0)
     assert figures["tokens_per_s"] == pytest.approx(64 / 0.040)

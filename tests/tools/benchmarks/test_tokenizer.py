@@ -70,10 +70,10 @@ def test_all_tasks_leave_records_of_the_same_text_which_resume(tmp_path, monkeyp
     assert [record["config"] for record in records] == [vars(case) for case in asked]
     tasks = {}
     for record in records:
-        figures = record["figures"]
-        tasks.setdefault(figures["task"], []).append(figures["candidate"])
+        case = record["config"]
+        tasks.setdefault(case["task"], []).append(case["candidate"])
         # names of files without their folders
-        assert figures["text"] == "other"
+        assert case["text"] == "other"
         assert record["figures"]["seconds"] > 0
     assert tasks["train"][:2] == ["numba", "python"]
     assert tasks["encode"][:2] == ["numba", "python"]

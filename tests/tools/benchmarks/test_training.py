@@ -122,8 +122,7 @@ def test_each_model_has_a_record_of_the_peer_and_of_each_candidate(tmp_path):
     records = on_a_cpu(config)
     assert read_records(tmp_path / "training_benchmark.jsonl") == records
     for name, batch_size in (("tiny", 2), ("small", 3)):
-        rows = [r["figures"] for r in records if r["figures"]["task"] == "step"]
-        rows = [row for row in rows if row["model"] == name]
+        rows = [{**r["config"], **r["figures"]} for r in records if r["config"]["model"] == name]
         assert [row["candidate"] for row in rows] == [PEER, *CANDIDATES]
         assert [row["samples"] for row in rows] == [3] * len(rows)
         for row in rows:
