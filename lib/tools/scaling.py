@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
@@ -146,21 +146,22 @@ def measure_group(
     names = [name_of(vars(case)) for case in group]
     if rank() == 0:
         log.info("%s: %s", group[0].what, "; ".join(names))
-    found = MEASURES[group[0].what](group, config, device)
+    found = _figures(group, config, device)
     return [{"name": name, **figures} for name, figures in zip(names, found, strict=True)]
 
 
-def _collective(group: Sequence[Case], config: ScalingConfig, device: torch.device) -> list[dict]:
-    return [measure_collective(group[0], config, device)]
-
-
-def _ring(group: Sequence[Case], config: ScalingConfig, device: torch.device) -> list[dict]:
-    [case] = group
-    return [_timed(measure_ring(case.tokens, case.heads, case.head_dim), "ring")]
-
-
-def _pipeline(group: Sequence[Case], config: ScalingConfig, device: torch.device) -> list[dict]:
-    [case] = group
+def _figures(
+    group: Sequence[Case], config: ScalingConfig, device: torch.device
+) -> Iterable[dict[str, Any]]:
+    case = group[0]
+    if case.what == "step":
+        return measure_methods(group, config, device)
+    if case.what == "equality":
+        return _equality(group, config)
+    if case.what == "collective":
+        return [measure_collective(case, config, device)]
+    if case.what == "ring":
+        return [_timed(measure_ring(case.tokens, case.heads, case.head_dim), "ring")]
     stages = Pipeline(case.model, case.sequences, case.context_length)
     return [_timed(stages.measure(case.micro_batches), "1f1b")]
 
@@ -171,9 +172,7 @@ def _timed(figures: dict[str, Any], name: str) -> dict[str, Any]:
     return {"median_ms": figures[f"{name}_ms"], **figures}
 
 
-def _equality(
-    group: Sequence[Case], config: ScalingConfig, device: torch.device
-) -> Iterator[dict[str, Any]]:
+def _equality(group: Sequence[Case], config: ScalingConfig) -> Iterator[dict[str, Any]]:
     """How far losses and gradient norms of an epoch are from those of one process."""
     exact, groups = dataclasses.replace(config, tf32=False), make_groups(config.timeout)
     steps = group[0].steps_per_epoch
@@ -188,15 +187,6 @@ def _equality(
         losses = [abs(a.loss - b.loss) for a, b in zip(found, one, strict=True)]
         norms = [abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(found, one, strict=True)]
         yield {"loss_off": max(losses), "norm_off": max(norms)}
-
-
-MEASURES: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
-    "collective": _collective,
-    "equality": _equality,
-    "step": measure_methods,
-    "pipeline": _pipeline,
-    "ring": _ring,
-}
 
 
 # Predictions
