@@ -38,10 +38,11 @@ from lib.tools.benchmarks.communication import (
     measure_collective,
 )
 from lib.tools.benchmarks.harness import Benchmark
-from lib.tools.benchmarks.interleaved import first_steps, make_groups, one_process
+from lib.tools.benchmarks.interleaved import first_steps, one_process
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
     RanksTrainingConfig,
+    make_groups,
     predicted_memory,
     shape_of,
     training_case,
@@ -178,9 +179,8 @@ def _equality(group: Sequence[Case], config: ScalingConfig) -> Iterator[dict[str
     steps = group[0].steps_per_epoch
     one = one_process(group[0], exact, steps, groups)
     for case in group:
-        alone = groups.own if case.method == "none" else None
         try:
-            found = first_steps(case, exact, steps, alone)
+            found = first_steps(case, exact, steps, groups)
         except ValueError as error:
             yield {"status": "refused", "reason": str(error)}
             continue

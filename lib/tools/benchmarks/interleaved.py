@@ -11,19 +11,19 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lib.core.allocator import free_memory, is_out_of_memory
-from lib.ddp.process_group import current_device, gather_objects, rank, world_size
+from lib.ddp.process_group import current_device, gather_objects, world_size
 from lib.model.costs import num_parameters
 from lib.profiling.measurement import interleave, time_figures
 from lib.tools.benchmarks.rank_memory import measure_memory, predicted_bytes
 from lib.tools.benchmarks.rank_training import (
+    Groups,
     RanksTrainingConfig,
     Training,
     method_of,
@@ -35,24 +35,6 @@ from lib.tools.benchmarks.sweep import Case
 from lib.training.step import StepLog, numerics
 
 log = logging.getLogger(__name__)
-
-
-class Groups(NamedTuple):
-    """Process groups beside that of all ranks."""
-
-    own: dist.ProcessGroup
-    """This rank alone."""
-
-    hosts: dist.ProcessGroup | None
-    """All ranks over gloo; None: the group of all ranks is over gloo itself."""
-
-
-def make_groups(timeout: float) -> Groups:
-    """Make the groups; every rank must call this, as each takes part in making every group."""
-    own = [dist.new_group([index]) for index in range(world_size())][rank()]
-    if current_device().type == "cpu":
-        return Groups(own, None)
-    return Groups(own, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
 
 def measure_trainings(
@@ -73,7 +55,7 @@ def first_steps(
     case: Case,
     config: RanksTrainingConfig,
     steps: int,
-    group: dist.ProcessGroup | None,
+    groups: Groups,
     *,
     ranks_in_one: int = 1,
 ) -> list[StepLog]:
@@ -81,7 +63,7 @@ def first_steps(
     if steps == 0:
         return []
     with numerics(tf32=config.tf32, deterministic=False):
-        training = Training(case, config, group, ranks_in_one=ranks_in_one)
+        training = Training(case, config, groups, ranks_in_one=ranks_in_one)
         training.train(steps)
         return training.step.read_log()
 
@@ -91,7 +73,7 @@ def one_process(
 ) -> list[StepLog]:
     """The same of one process that trains on the batches of all ranks, which every rank does."""
     alone = Case(**vars(case) | {"method": "none", "wrapper": "none"})
-    found = first_steps(alone, config, steps, groups.own, ranks_in_one=case.ranks)
+    found = first_steps(alone, config, steps, groups, ranks_in_one=case.ranks)
     free_memory()
     return found
 
@@ -191,9 +173,7 @@ class Trainings:
 
     def warm_up(self, name: str) -> tuple[Training, dict[str, int]]:
         """A training after its warm-up, and its memory."""
-        # each rank alone in `none`
-        group = self.groups.own if name == "none" else None
-        make = functools.partial(Training, self.cases[name], self.config, group)
+        make = functools.partial(Training, self.cases[name], self.config, self.groups)
         training, memory = measure_memory(make, self.device)
         training.finish_warm_up(self.config, 3)
         return training, memory

@@ -20,13 +20,13 @@ from lib.profiling.measurement import time_ratio
 from lib.tools.benchmarks.harness import Benchmark
 from lib.tools.benchmarks.interleaved import (
     loss_difference,
-    make_groups,
     measure_trainings,
     one_process,
 )
 from lib.tools.benchmarks.rank_training import (
     RanksTrainingConfig,
     compared_steps,
+    make_groups,
     training_case,
 )
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame

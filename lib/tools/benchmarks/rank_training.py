@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from typing import Any, ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from lib.core.allocator import without_stderr
 from lib.core.hardware import DtypeName, pick_dtype
 from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, check, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
-from lib.ddp.process_group import barrier, current_device, rank
+from lib.ddp.process_group import barrier, current_device, rank, world_size
 from lib.model.config import AttentionKernel, ModelConfig, model_preset
 from lib.profiling.measurement import wall_ms
 from lib.profiling.memory_formula import RankMemory, default_cap_mb, rank_memory
@@ -221,11 +222,30 @@ def skewed_tokens(case: Case, seed: int) -> np.ndarray:
     return (uniform**4 * case.vocab_size).astype(np.int32)
 
 
+class Groups(NamedTuple):
+    """Process groups beside that of all ranks."""
+
+    own: dist.ProcessGroup
+    """This rank alone."""
+
+    hosts: dist.ProcessGroup | None
+    """All ranks over gloo; None: the group of all ranks is over gloo itself."""
+
+
+def make_groups(timeout: float) -> Groups:
+    """Make the groups; every rank must call this, as each takes part in making every group."""
+    own = [dist.new_group([index]) for index in range(world_size())][rank()]
+    if current_device().type == "cpu":
+        return Groups(own, None)
+    return Groups(own, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
+
+
 class Training:
     """One rank's part in a training.
 
+    In `none` each rank trains alone, in a group of its own.
+
     Args:
-        group: the ranks that train together; None: all of them.
         ranks_in_one: this many ranks' batches are accumulated in each step, by a process that
             trains alone.
     """
@@ -234,7 +254,7 @@ class Training:
         self,
         case: Case,
         config: RanksTrainingConfig,
-        group: dist.ProcessGroup | None,
+        groups: Groups,
         *,
         ranks_in_one: int = 1,
     ) -> None:
@@ -251,6 +271,7 @@ class Training:
             case, log_interval=log_interval, gradient_accumulation_steps=ranks_in_one
         )
         dtype = getattr(torch, case.dtype)
+        group = groups.own if method_of(case) == "none" else None
         self.step = new_step(settings, self.device, dtype, seed=config.seed, group=group)
         # eager until `finish_warm_up`, so that memory is measured step by step
         self.step.use_cuda_graph(False)

@@ -19,12 +19,12 @@ from lib.profiling.measurement import time_ratio
 from lib.tools.benchmarks.harness import Benchmark
 from lib.tools.benchmarks.interleaved import (
     loss_difference,
-    make_groups,
     measure_trainings,
 )
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
     RanksTrainingConfig,
+    make_groups,
     predicted_memory,
     training_case,
 )

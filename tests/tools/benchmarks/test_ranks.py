@@ -32,6 +32,7 @@ from lib.tools.benchmarks.lm_matrix import (
 )
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
+    Groups,
     Training,
     compared_steps,
     shape_of,
@@ -325,7 +326,7 @@ def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
     if rank() == 1:
         gather = flat_slices.all_gather
         flat_slices.all_gather = lambda *args, **kwargs: time.sleep(0.1) or gather(*args, **kwargs)
-    training = Training(case, config, None)
+    training = Training(case, config, Groups(None, None))
     found, stop = [], torch.profiler.profile.stop_trace
 
     def look_and_stop(profiler: torch.profiler.profile) -> None:
