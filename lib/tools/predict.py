@@ -8,13 +8,14 @@ for `python -m lib train` with all that makes it fast: 16-bit matmuls, `torch.co
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
+
+import pandas as pd
 
 from lib.core.files import ROOT
 from lib.core.hardware import GPUS, PEAKS, Gpu
@@ -184,38 +185,23 @@ def _shape(step: Prediction) -> ModelConfig:
 # Figures that others published, which nothing here is fitted to
 
 
-class Published(NamedTuple):
-    """A speed that somebody else measured with their own code."""
-
-    what: str
-    run: Run
-    tokens_per_s: float
-    source: str
-    assumed: str = ""
-    """The parts of `run` that the source does not state."""
-
-
 @functools.cache
-def published() -> tuple[Published, ...]:
-    """The rows of artifacts/published_speeds.csv."""
-    with open(ROOT / "artifacts/published_speeds.csv", encoding="utf-8", newline="") as file:
-        return tuple(map(_published, csv.DictReader(file)))
+def published() -> pd.DataFrame:
+    """The rows of artifacts/published_speeds.csv: what somebody else measured with their own code.
+
+    `assumed` are the parts of the run that `source` does not state, `predicted` the tokens/s that
+    it should have, and `error` how far that is off.
+    """
+    frame = pd.read_csv(ROOT / "artifacts/published_speeds.csv", keep_default_na=False)
+    rows = frame.to_dict("records")
+    frame["predicted"] = [predict(_published_run(row)).tokens_per_s for row in rows]
+    return frame.assign(error=frame["predicted"] / frame["tokens_per_s"] - 1)
 
 
-def _published(row: Mapping[str, str]) -> Published:
-    sizes: Any = {name: int(row[name]) for name in SIZES}
+def _published_run(row: Mapping[str, Any]) -> Run:
+    sizes: Any = {name: row[name] for name in SIZES}
     model = ModelConfig(tied_embeddings=True, **sizes)
-    gpus, batch, passes = (int(row[name]) for name in ("gpus", "batch_size", "passes"))
-    run = Run(model, GPUS[row["gpu"]], gpus, batch, passes)
-    return Published(row["what"], run, float(row["tokens_per_s"]), row["source"], row["assumed"])
-
-
-def published_errors() -> list[tuple[Published, float]]:
-    """Each published figure, and the relative error of predicting it."""
-    return [
-        (figure, predict(figure.run).tokens_per_s / figure.tokens_per_s - 1)
-        for figure in published()
-    ]
+    return Run(model, GPUS[row["gpu"]], row["gpus"], row["batch_size"], row["passes"])
 
 
 # The command
@@ -288,26 +274,26 @@ def published_rows() -> list[dict[str, Any]]:
     """The published figures, and the errors of predicting them: rows of a table."""
     return [
         {
-            "what": figure.what,
-            "GPU": f"{figure.run.gpus} × {figure.run.gpu.name}",
-            "published tokens/s": f"{figure.tokens_per_s:,.0f}",
-            "predicted": f"{(1 + error) * figure.tokens_per_s:,.0f}",
-            "error": f"{error:+.0%}",
-            "source": figure.source,
-            "assumed": figure.assumed,
+            "what": row["what"],
+            "GPU": f"{row['gpus']} × {GPUS[row['gpu']].name}",
+            "published tokens/s": f"{row['tokens_per_s']:,.0f}",
+            "predicted": f"{row['predicted']:,.0f}",
+            "error": f"{row['error']:+.0%}",
+            "source": row["source"],
+            "assumed": row["assumed"],
         }
-        for figure, error in published_errors()
+        for row in published().to_dict("records")
     ]
 
 
 def typical_errors() -> str:
     """A sentence on how far predictions are off."""
     own = [abs(error) for _, error in left_out_errors()]
-    others = [abs(error) for _, error in published_errors()]
+    others = published()["error"].abs()
     return (
         f"Error, median and largest: {statistics.median(own):.0%} and {max(own):.0%} on "
         f"{len(own)} steps of our own, each predicted without its model's records; "
-        f"{statistics.median(others):.0%} and {max(others):.0%} on {len(others)} figures that "
+        f"{others.median():.0%} and {others.max():.0%} on {len(others)} figures that "
         "others published for their own code."
     )
 
