@@ -35,6 +35,7 @@ from lib.tools.benchmarks.sections import SAMPLING, Report
 from lib.tools.benchmarks.sweep import (
     Case,
     Figures,
+    Store,
     differences,
     or_out_of_memory,
     records_like,
@@ -42,7 +43,7 @@ from lib.tools.benchmarks.sweep import (
 )
 
 log = logging.getLogger(__name__)
-Ranks = TypeVar("Ranks", bound="RanksConfig")
+Config = TypeVar("Config", bound="RanksConfig")
 
 
 @settings
@@ -95,7 +96,7 @@ class RanksConfig(BenchmarkConfig):
         return "cuda" if self.backend == "nccl" else "cpu"
 
 
-def for_group(config: Ranks, ranks: int, backend: str) -> Ranks:
+def for_group(config: Config, ranks: int, backend: str) -> Config:
     """The config with the ranks and the backend that there are.
 
     Raises:
@@ -196,14 +197,12 @@ class Benchmark:
             measured = self.measure(group if are_groups else group[0], config, device)
             return measured if are_groups else [measured]
 
+        path = config.output / f"{self.report.stem}.jsonl"
         return run_sweep(
-            config.output / f"{self.report.stem}.jsonl",
+            Store(path, config.seed, device, self.packages),
             cases if are_groups else [[case] for case in cases],
             lambda group: or_out_of_memory(measure, group),
             line=self.report.line,
-            seed=config.seed,
-            device=device,
-            packages=self.packages,
             restart=config.restart,
         )
 

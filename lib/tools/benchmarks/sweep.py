@@ -34,70 +34,18 @@ Case = SimpleNamespace
 Figures = Mapping[str, Any]
 
 
-def run_sweep(
-    path: str | os.PathLike,
-    groups: Iterable[Sequence[Case]],
-    measure: Callable[[Sequence[Case]], Iterable[Figures]],
-    *,
-    line: Callable[[Record], str] | None = None,
-    seed: int | None = None,
-    device: torch.device | str | None = None,
-    packages: Sequence[str] = (),
-    restart: bool = False,
-) -> list[Record]:
-    """Measure groups of cases and append a record for each case right away.
-
-    The cases of a group are measured in one call, such as candidates that are interleaved. A group
-    is skipped if all its cases have a record, so the same call resumes an interrupted sweep; a case
-    that has failed is not tried again. A record counts if it was made on the same device, with the
-    same versions, number of threads, seed and code of `lib`. If another process sweeps into the
-    same file, this one waits for it and then measures only what is left.
-
-    Args:
-        measure: group -> the figures of its cases, in their order; on all ranks.
-        line: record -> the line to print for it.
-        packages: whose versions a record names, too, where they are installed.
-        restart: ignore all existing records.
-
-    Returns:
-        The newest record of each case, in the order of `groups`; none on ranks other than 0.
-    """
-    keyed = [{_key(vars(case)): case for case in group} for group in groups]
-    cases = {key: case for group in keyed for key, case in group.items()}
-    names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
-    store = Store(Path(path), seed, device, packages, code_version())
-    found: dict[str, Record] = {}
-    with contextlib.ExitStack() as until_done:
-
-        def find() -> list[list[str]]:
-            until_done.enter_context(store.locked())
-            found.update({} if restart else store.read())
-            return keys_left(keyed, found)
-
-        left, is_first = on_first_rank(find), rank() == 0
-        count = sum(map(len, left))
-        log.info("%d of %d rows to measure, into %s", count, len(cases), path)
-        with progress_bar(len(cases), count, is_shown=is_first) as bar:
-            for keys in left:
-                bar.set_description_str(names[keys[0]])
-                for key, figures in zip(keys, measure([cases[key] for key in keys])):
-                    if is_first:
-                        found[key] = store.append(figures, cases[key])
-                        bar.update()
-                        if line:
-                            bar.write(": ".join(filter(None, (names[key], line(found[key])))))
-    return [found[key] for key in cases] if is_first else []
-
-
 @dataclasses.dataclass(frozen=True)
 class Store:
     """The file of a sweep's records, and what is the same in those that it makes."""
 
     path: Path
-    seed: int | None
-    device: torch.device | str | None
-    packages: Sequence[str]
-    code: str
+    seed: int | None = None
+    device: torch.device | str | None = None
+
+    packages: Sequence[str] = ()
+    """Whose versions a record names, too, where they are installed."""
+
+    code: str = dataclasses.field(default_factory=lambda: code_version())
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -135,6 +83,56 @@ class Store:
         made = self.record(figures, case)
         append_record(self.path, made)
         return made
+
+
+def run_sweep(
+    store: Store,
+    groups: Iterable[Sequence[Case]],
+    measure: Callable[[Sequence[Case]], Iterable[Figures]],
+    *,
+    line: Callable[[Record], str] | None = None,
+    restart: bool = False,
+) -> list[Record]:
+    """Measure groups of cases and append a record for each case right away.
+
+    The cases of a group are measured in one call, such as candidates that are interleaved. A group
+    is skipped if all its cases have a record, so the same call resumes an interrupted sweep; a case
+    that has failed is not tried again. A record counts if it was made on the same device, with the
+    same versions, number of threads, seed and code of `lib`. If another process sweeps into the
+    same file, this one waits for it and then measures only what is left.
+
+    Args:
+        measure: group -> the figures of its cases, in their order; on all ranks.
+        line: record -> the line to print for it.
+        restart: ignore all existing records.
+
+    Returns:
+        The newest record of each case, in the order of `groups`; none on ranks other than 0.
+    """
+    keyed = [{_key(vars(case)): case for case in group} for group in groups]
+    cases = {key: case for group in keyed for key, case in group.items()}
+    names = dict(zip(cases, differences([vars(case) for case in cases.values()])))
+    found: dict[str, Record] = {}
+    with contextlib.ExitStack() as until_done:
+
+        def find() -> list[list[str]]:
+            until_done.enter_context(store.locked())
+            found.update({} if restart else store.read())
+            return keys_left(keyed, found)
+
+        left, is_first = on_first_rank(find), rank() == 0
+        count = sum(map(len, left))
+        log.info("%d of %d rows to measure, into %s", count, len(cases), store.path)
+        with progress_bar(len(cases), count, is_shown=is_first) as bar:
+            for keys in left:
+                bar.set_description_str(names[keys[0]])
+                for key, figures in zip(keys, measure([cases[key] for key in keys])):
+                    if is_first:
+                        found[key] = store.append(figures, cases[key])
+                        bar.update()
+                        if line:
+                            bar.write(": ".join(filter(None, (names[key], line(found[key])))))
+    return [found[key] for key in cases] if is_first else []
 
 
 def progress_bar(total: int, left: int, *, is_shown: bool) -> Any:

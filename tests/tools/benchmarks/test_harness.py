@@ -13,7 +13,7 @@ from lib.core.records import append_record, read_records
 from lib.tools.benchmarks import sweep
 from lib.tools.benchmarks.harness import Benchmark, SamplingConfig, grid
 from lib.tools.benchmarks.sections import Report
-from lib.tools.benchmarks.sweep import code_version, differences, records_like
+from lib.tools.benchmarks.sweep import Store, code_version, differences, records_like
 
 CASES = grid(size=(0, 1, 2, 3, 4), name="a")
 
@@ -22,7 +22,8 @@ def run_sweep(path, cases, measure, **options):
     """A sweep of one case at a time."""
     groups = [case if isinstance(case, list) else [case] for case in cases]
     one = lambda group: [{"status": "ok", **measure(group[0])}]  # noqa: E731
-    return sweep.run_sweep(path, groups, one, **{"seed": 0} | options)
+    store = Store(path, seed=options.pop("seed", 0))
+    return sweep.run_sweep(store, groups, one, **options)
 
 
 def sizes(records):
@@ -113,11 +114,11 @@ def test_a_group_is_measured_whole_unless_all_of_it_has_records_and_what_failed_
             yield {"status": "oom" if case.size == 1 else "ok"}
 
     with pytest.raises(KeyboardInterrupt):
-        sweep.run_sweep(path, groups, measure)
+        sweep.run_sweep(Store(path), groups, measure)
     assert sizes(read_records(path)) == [0, 1]
-    records = sweep.run_sweep(path, groups, measure)
+    records = sweep.run_sweep(Store(path), groups, measure)
     assert calls == [[0, 1, 2], [0, 2], [3, 4]]
-    assert sweep.run_sweep(path, groups, measure) == records
+    assert sweep.run_sweep(Store(path), groups, measure) == records
     assert len(calls) == 3
     assert [r["figures"]["status"] for r in records] == ["ok", "oom", "ok", "ok", "ok"]
 
