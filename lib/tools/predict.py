@@ -34,6 +34,8 @@ LINK_SHARE = H200_LINKS[4].bandwidth_gbs / GPUS["H200"].link_gbs
 FEWEST_TOKENS = 8192
 # Tokens of a GPU in a pass, at most, where the batch size is not given.
 MOST_TOKENS = 32_768
+# Methods whose ranks update a share of the weights each.
+SHARDED = ("zero1", "fsdp", "fsdp2")
 SIZES = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
 
 
@@ -94,17 +96,32 @@ def alone_ms(run: Run, shares: Shares) -> float:
     return run.passes * (one - update) + update
 
 
-def predict(run: Run, shares: Shares | None = None) -> Prediction:
-    """Predict `run`, with `shares` fitted to all our records by default."""
-    link = Link(H200_LINKS[4].latency_us, LINK_SHARE * run.gpu.link_gbs)
-    step = predict_step(
+def step_ms(run: Run, link: Link, shares: Shares | None = None, method: str = "flashddp") -> float:
+    """The milliseconds of a step, with `shares` fitted to all our records by default.
+
+    A sharded method sends as many bytes as `flashddp`, and leaves a GPU its share of the update.
+    """
+    shares = shares or fitted(*measured())
+    milliseconds = alone_ms(run, shares)
+    if method == "none":
+        return milliseconds
+    if method in SHARDED:
+        bandwidth = shares.bandwidth * PEAKS[run.gpu.name].bandwidth
+        update = 1e3 * UPDATE_BYTES * num_parameters(run.model) / bandwidth
+        milliseconds -= update * (1 - 1 / run.gpus)
+    return predict_step(
         run.model,
         run.gpus,
         link,
-        alone_ms=alone_ms(run, shares or fitted(*measured())),
+        alone_ms=milliseconds,
         passes=run.passes,
         interference=H200_INTERFERENCE,
-    )
+    ).step_ms
+
+
+def predict(run: Run, shares: Shares | None = None) -> Prediction:
+    """Predict `run`, with `shares` fitted to all our records by default."""
+    link = Link(H200_LINKS[4].latency_us, LINK_SHARE * run.gpu.link_gbs)
     tokens = run.gpus * run.passes * run.batch_size * run.model.context_length
     memory = rank_memory(
         run.model,
@@ -113,7 +130,7 @@ def predict(run: Run, shares: Shares | None = None) -> Prediction:
         dtype=run.gpu.dtype,
         low_precision_weights=run.low_precision_weights and run.gpu.dtype == "bfloat16",
     )
-    return Prediction(run, 1e3 * tokens / step.step_ms, memory.peak / 1e9)
+    return Prediction(run, 1e3 * tokens / step_ms(run, link, shares), memory.peak / 1e9)
 
 
 # Our own records

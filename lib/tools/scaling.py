@@ -20,16 +20,14 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import torch
 
 from lib.core.files import ROOT
-from lib.core.hardware import PEAKS, DtypeName
+from lib.core.hardware import DtypeName
 from lib.core.records import Record, append_record, new_record, read_records
 from lib.core.settings import NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, settings
 from lib.ddp.process_group import rank
 from lib.ddp.settings import DDP_WRAPPERS
-from lib.lessons.ddp.costs import H200_INTERFERENCE, H200_LINKS, predict_step
+from lib.lessons.ddp.costs import H200_LINKS
 from lib.model.config import PresetName, model_preset
-from lib.model.costs import num_parameters
 from lib.profiling.collectives import predicted_ms
-from lib.profiling.roofline import UPDATE_BYTES
 from lib.tools.benchmarks.communication import (
     CommunicationBenchmarkConfig,
     communication_cases,
@@ -49,7 +47,7 @@ from lib.tools.benchmarks.rank_training import (
 )
 from lib.tools.benchmarks.sharding import measure_methods
 from lib.tools.benchmarks.sweep import Case, is_prediction
-from lib.tools.predict import GPUS, Run, alone_ms, fitted, measured
+from lib.tools.predict import GPUS, Run, step_ms
 from lib.tools.scaling_mesh import Pipeline, measure_ring
 from lib.tools.scaling_report import REPORT, name_of
 
@@ -195,9 +193,14 @@ def _equality(group: Sequence[Case], config: ScalingConfig) -> Iterator[dict[str
 def predicted(case: Case, communication: Sequence[Record], mesh: Sequence[Record]) -> dict:
     """The figures of a case on H200s, from records of two and of four."""
     if case.what == "step":
-        step_ms, formula = _step_ms(case), predicted_memory(case)
-        rate = case.ranks * case.tr_batch_size * case.context_length / step_ms * 1e3
-        return {"median_ms": step_ms, "tokens_per_s": rate, "peak_memory_bytes": formula.peak}
+        size = (case.ranks, case.tr_batch_size, 1, case.low_precision_weights)
+        run, link = (
+            Run(shape_of(case), GPUS["H200"], *size),
+            H200_LINKS[2 if case.ranks == 2 else 4],
+        )
+        took, peak = step_ms(run, link, method=case.method), predicted_memory(case).peak
+        rate = case.ranks * case.tr_batch_size * case.context_length / took * 1e3
+        return {"median_ms": took, "tokens_per_s": rate, "peak_memory_bytes": peak}
     if case.what == "collective":
         rows = communication_frame(communication)
         of_ranks = rows["ranks"] == (2 if case.ranks == 2 else 4)
@@ -221,20 +224,6 @@ def predicted(case: Case, communication: Sequence[Record], mesh: Sequence[Record
     # a stage has 2 / ranks of the blocks that it had on two ranks, and waits for the others
     stage_ms = statistics.median(figures["alone_ms"] / 8 for figures in near) * 2 / case.ranks
     return {"median_ms": (case.micro_batches + case.ranks - 1) * stage_ms}
-
-
-def _step_ms(case: Case) -> float:
-    shape, shares, gpu = shape_of(case), fitted(*measured()), GPUS["H200"]
-    run = Run(shape, gpu, 1, case.tr_batch_size, 1, case.low_precision_weights)
-    step_ms = alone_ms(run, shares)
-    if case.method == "none":
-        return step_ms
-    if case.method in ("zero1", "fsdp", "fsdp2"):
-        update = UPDATE_BYTES * num_parameters(shape) / PEAKS[gpu.name].bandwidth
-        step_ms -= 1e3 * update / shares.bandwidth * (1 - 1 / case.ranks)
-    link = H200_LINKS[2 if case.ranks == 2 else 4]
-    options: Any = {"alone_ms": step_ms, "interference": H200_INTERFERENCE}
-    return predict_step(shape, case.ranks, link, **options).step_ms
 
 
 def record_predictions(config: ScalingConfig) -> list[Record]:
