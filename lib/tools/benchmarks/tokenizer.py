@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 from annotated_types import Gt
 
 from lib.core.hardware import available_cpus
-from lib.core.records import to_frame
+from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.stories import generate_stories
 from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, grid
@@ -169,12 +170,18 @@ def measure_task(group: Sequence[Case], corpus: Corpus) -> Iterator[dict[str, An
         yield figures | {"same_ids": same.get(name)}
 
 
+def tokenizer_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The last record of each candidate of a task."""
+    case = ["task", "text", "vocab_size", "cores", "candidate"]
+    return to_frame(records).drop_duplicates(case, keep="last")
+
+
 REPORT = Report(
     "tokenizer_benchmark",
     "The tokenizer against its peers",
     COLUMNS,
     note=NOTE,
     by=("task",),
-    rows=to_frame,
+    rows=tokenizer_frame,
 )
 benchmark_tokenizer = Benchmark(REPORT, tokenizer_groups, measure_group, packages=PEERS)
