@@ -176,36 +176,34 @@ def test_a_loaded_array_is_mapped_and_read_only(array_path):
         tokens[0] = 1
 
 
-def test_a_missing_array_says_how_to_make_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.npy; `python -m lib tokenize`"):
-        load_token_array(tmp_path / "none.npy")
-
-
-def test_an_array_without_its_manifest_is_not_trusted(array_path):
+def test_a_missing_array_or_manifest_is_named(array_path):
     array_path.with_suffix(".npy.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"out\.npy has no manifest .*out\.npy\.json"):
         load_token_array(array_path)
-
-
-def test_an_array_of_another_tokenizer_is_rejected(array_path):
-    other = make_tokenizer(2)
-    with pytest.raises(ValueError, match=f"{make_tokenizer().sha256}.*{other.sha256}"):
-        load_token_array(array_path, tokenizer=other)
-
-
-@pytest.mark.parametrize("change", [lambda b: b[:-2], lambda b: b + b"12", lambda b: b[:50]])
-def test_an_array_of_another_length_is_rejected(array_path, change):
-    array_path.write_bytes(change(array_path.read_bytes()))
-    with pytest.raises(ValueError, match=r"out\.npy must have .* bytes by its manifest"):
+    array_path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"out\.npy; `python -m lib tokenize`"):
         load_token_array(array_path)
 
 
-def test_altered_ids_are_found_when_asked_for(array_path):
-    content = bytearray(array_path.read_bytes())
-    content[-1] ^= 1
-    array_path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"out\.npy was altered"):
-        load_token_array(array_path, verify=True)
+OTHER = make_tokenizer(2)
+LENGTH = r"out\.npy must have .* bytes by its manifest"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda b: b, {"tokenizer": OTHER}, f"{make_tokenizer().sha256}.*{OTHER.sha256}"),
+        *((change, {}, LENGTH) for change in (lambda b: b[:-2], lambda b: b + b"12")),
+        (lambda b: b[:50], {}, LENGTH),
+        (lambda b: b[:-1] + bytes([b[-1] ^ 1]), {"verify": True}, r"out\.npy was altered"),
+    ],
+)
+def test_an_array_of_another_tokenizer_length_or_content_is_rejected(
+    array_path, change, options, message
+):
+    array_path.write_bytes(change(array_path.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        load_token_array(array_path, **options)
 
 
 def test_output_that_does_not_end_in_npy_is_rejected(text_path, tmp_path):

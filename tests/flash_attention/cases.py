@@ -74,6 +74,12 @@ STRIDED = [
     for layout, is_causal in zip(LAYOUTS, itertools.cycle(MASKS))
 ]
 SCALED = [Case(65, 65, 32, scale=scale) for scale in (0.01, 1.0)]
+SMALL = [
+    Case(1, 1, 16, batch=1, key_heads=1),
+    Case(63, 63, 32, False, batch=1, key_heads=1),
+    Case(97, 40, 16, batch=1, key_heads=1),
+    Case(40, 97, 80, False, batch=1, key_heads=1),
+]
 EMPTY = [
     Case(*sizes, 16, is_causal, batch=batch)
     for (*sizes, batch) in [(5, 0, 2), (0, 5, 2), (0, 0, 2), (5, 5, 0), (130, 0, 1)]

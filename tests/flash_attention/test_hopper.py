@@ -340,27 +340,6 @@ def test_calls_of_one_layout_launch_again_what_the_first_launched(hopper, kernel
     assert hopper._remembered == known
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("layout", "is_taken"),
-    [
-        ("tokens first", True),
-        ("packed", True),
-        ("amid NaN", True),
-        ("gaps in head_dim", False),
-        ("transposed", False),
-        ("one batch for all", False),
-    ],
-)
-def test_any_layout_is_right(kernels, hopper, layout, is_taken):
-    # the layouts that are not taken test the portable kernels on Hopper
-    for head_dim, is_causal in ((64, True), (128, False)):
-        case = Case(200, 200, head_dim, is_causal, layout=layout)
-        q, k, v, _ = make_inputs(case, torch.bfloat16, "cuda")
-        assert hopper.supports(q, k, v) == is_taken
-        assert_error_at_most_twice_pytorchs(kernels.flash_attention, case, torch.bfloat16, "cuda")
-
-
 def rotations_of(length: int, head_dim: int) -> Tensor:
     """e^(i angle) of each position and pair."""
     frequencies = 0.01 ** torch.linspace(0, 1, head_dim // 2, device="cuda")
@@ -429,24 +408,6 @@ def test_a_recorded_graph_is_right(kernels, hopper, head_dim, is_causal, is_seen
         graph.replay()
         # `attention()` also makes the work list, if there was none
         assert all(a.equal(b) for a, b in zip(results, attention()))
-
-
-@pytest.mark.gpu
-@ON_FORMS
-def test_results_repeat_to_the_bit_whatever_runs_beside(kernels, head_dim, is_causal):
-    case = Case(450, 450, head_dim, is_causal, heads=6, key_heads=6, batch=12)
-    inputs = make_inputs(case, torch.bfloat16, "cuda")
-    attention = ours(kernels, case)
-    first = with_gradients(attention, inputs)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    again = []
-    for i in range(12):
-        with torch.cuda.stream(streams[i % 3]):
-            again.append(with_gradients(attention, inputs))
-    torch.cuda.synchronize()
-    for results in again:
-        assert all(a.equal(b) for a, b in zip(results, first))
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
-"""The portable Triton kernels against the formula in float64, on a GPU and interpreted.
+"""The portable Triton kernels: tiles, precisions, memory, on a GPU and interpreted.
 
-What they have in common with the reference is in `test_every_implementation`.
+What they have in common with other implementations is in `test_every_implementation`.
 """
 
 import functools
 import gc
-import itertools
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from tests.flash_attention import test_every_implementation
 from tests.flash_attention.cases import (
     GROUPED,
     LONG,
-    SCALED,
-    SHAPES,
-    STRIDED,
+    SMALL,
     Case,
     assert_error_at_most_twice_pytorchs,
     largest,
@@ -27,9 +24,6 @@ from tests.flash_attention.cases import (
     with_gradients,
 )
 from tests.model.kernels import (
-    DTYPES,
-    INTERPRETING,
-    ON_DTYPES,
     ON_KERNEL_DEVICES,
     OUTSIDE_THE_INTERPRETER,
     assert_passed,
@@ -41,31 +35,6 @@ INTERPRETED = (__file__, test_every_implementation.__file__)
 pytest.importorskip("triton")
 
 ON_MASKS = pytest.mark.parametrize("is_causal", [False, True])
-UNUSUAL_WIDTHS = [
-    Case(97, 97, head_dim, is_causal)
-    for head_dim in (1, 8, 40, 192, 256)
-    for is_causal in (True, False)
-]
-SMALL = [
-    Case(queries, keys, head_dim, is_causal, batch=1, key_heads=1)
-    for (queries, keys, head_dim), is_causal in [
-        ((1, 1, 16), True),
-        ((63, 63, 32), False),
-        ((97, 40, 16), True),
-        ((40, 97, 80), False),
-    ]
-]
-
-
-def grid() -> list[tuple[Case, torch.dtype]]:
-    """Cases and dtypes for this device; the interpreter is slow and gets small ones, in turn."""
-    if INTERPRETING:
-        strided = [Case(33, 33, 16, batch=1, layout=case.layout) for case in STRIDED[2:5]]
-        scaled = Case(33, 33, 16, batch=1, scale=0.7)
-        small = [*SMALL, *strided, Case(33, 20, 16, heads=6, batch=1), scaled]
-        return [*zip(small, itertools.cycle(DTYPES)), (SMALL[-1], DTYPES[0])]
-    cases = [*SHAPES, *UNUSUAL_WIDTHS, *LONG, *GROUPED, *STRIDED, *SCALED]
-    return list(itertools.product(cases, DTYPES))
 
 
 @pytest.fixture(scope="module")
@@ -74,22 +43,6 @@ def kernels():
     from lib.flash_attention import triton_attention
 
     return triton_attention
-
-
-def ours(kernels, case: Case):
-    """`flash_attention` with the settings of `case`."""
-    return lambda q, k, v: kernels.flash_attention(
-        q, k, v, is_causal=case.is_causal, scale=case.scale
-    )
-
-
-@ON_KERNEL_DEVICES
-@pytest.mark.parametrize(("case", "dtype"), grid(), ids=str)
-def test_the_kernels_error_is_at_most_twice_pytorchs(kernels, case, dtype, device):
-    # a product of two factors, each in two TF32 parts, leaves out that of the lower ones: 2⁻²²
-    roundings = 2 if dtype == torch.float32 and device == "cuda" else 1
-    attention = kernels.flash_attention
-    assert_error_at_most_twice_pytorchs(attention, case, dtype, device, roundings=roundings)
 
 
 @pytest.mark.gpu
@@ -137,18 +90,6 @@ def test_the_kernels_rotate_gradients_back_by_the_positions(kernels, head_dim, i
     torch.testing.assert_close(results, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.gpu
-@ON_DTYPES
-@ON_MASKS
-def test_results_repeat_to_the_bit(kernels, is_causal, dtype):
-    case = Case(1000, 1000, 64, is_causal, batch=1)
-    inputs = make_inputs(case, dtype, "cuda")
-    first = with_gradients(ours(kernels, case), inputs)
-    for _ in range(5):
-        again = with_gradients(ours(kernels, case), inputs)
-        assert all(a.equal(b) for a, b in zip(again, first))
-
-
 @ON_KERNEL_DEVICES
 def test_no_gradient_goes_through_the_log_sum_exp_of_the_kernels(kernels, device):
     q = torch.ones(1, 1, 4, 16, device=device, requires_grad=True)
@@ -176,9 +117,9 @@ def test_tf32_on_request_has_the_error_of_tf32(kernels, is_causal):
         peers = pytorchs_results(inputs, case)
     finally:
         torch.set_float32_matmul_precision(before)
-    attention = functools.partial(kernels.flash_attention, is_causal=is_causal, precision="tf32")
-    exact = with_gradients(ours(kernels, case), inputs)
-    results = with_gradients(attention, inputs)
+    attention = functools.partial(kernels.flash_attention, is_causal=is_causal)
+    exact = with_gradients(attention, inputs)
+    results = with_gradients(functools.partial(attention, precision="tf32"), inputs)
     for a, b, c, d in zip(results, peers, right_results(inputs, case), exact):
         assert largest(d - c) < largest(a - c) / 10
         # Triton cuts the last bits off, where PyTorch's products round: errors of one sign add up

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lib.model.attention import (
     KVCache,
@@ -42,6 +41,8 @@ CASES = [
     Case(5, 12, 16),
     Case(12, 5, 4, is_causal=False),
     Case(12, 5, 4),
+    # neighboring heads share keys
+    Case(5, 5, 8, heads=6),
 ]
 
 
@@ -79,12 +80,14 @@ def test_error_on_a_gpu_is_at_most_twice_pytorchs(kernel, dtype):
 def test_masks_broadcast(kernel, shape):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[(..., 0) if shape else ()] = True
-    inputs = make_inputs(Case(7, 9, 4, heads=3, key_heads=3), torch.float32)
-    wide = [x.detach().double().requires_grad_() for x in inputs]
     ours = partial(attention, kernel=kernel, is_causal=False, mask=mask)
-    right = partial(F.scaled_dot_product_attention, attn_mask=mask.expand(2, 3, 7, 9))
-    for a, b in zip(with_gradients(ours, inputs), with_gradients(right, wide)):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
+    settings = {"attn_mask": mask.expand(2, 3, 7, 9), "enable_gqa": True}
+    right = partial(F.scaled_dot_product_attention, **settings)
+    for key_heads in (3, 1):
+        inputs = make_inputs(Case(7, 9, 4, heads=3, key_heads=key_heads), torch.float32)
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        for a, b in zip(with_gradients(ours, inputs), with_gradients(right, wide)):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
 
 
 @ON_CPU_KERNELS
@@ -115,20 +118,6 @@ def test_gpu_kernels_on_a_cpu_are_refused(kernel):
         kernel_function(kernel, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-@pytest.mark.parametrize("mask", [None, torch.ones(5, 5, dtype=torch.bool).triu(-1)])
-def test_every_kernel_shares_keys_among_neighboring_heads(kernel, mask):
-    inputs = make_inputs(Case(5, 5, 8, heads=6), torch.float32)
-    run = partial(attention, is_causal=mask is None, mask=mask)
-
-    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
-        return run(q, k, v, kernel="vectorized_torch")
-
-    right = with_gradients(repeated, inputs)
-    torch.testing.assert_close(with_gradients(partial(run, kernel=kernel), inputs), right)
-
-
 CONFIG = ModelConfig(
     vocab_size=31, context_length=12, d_model=16, num_layers=2, num_heads=2, d_ff=24
 )
@@ -136,7 +125,8 @@ VARIANTS = [
     {},
     {"positions": "none"},
     {"qk_norm": True},
-    {"norm": "post"},
+    {"norm": "post", "tied_embeddings": True},
+    {"norm": "none", "feed_forward": "silu"},
     {"attention_kernel": "vectorized_torch"},
     {"attention_kernel": "scaled_dot_prod_attention"},
 ]
@@ -166,6 +156,7 @@ def logits_in_parts(
 )
 @settings(max_examples=40)
 def test_every_split_of_the_tokens_gives_the_same_logits(lengths, batch_size, variant):
+    """So no logits depend on a later token, which the cache has not seen."""
     model, token_ids = make_model(**variant), make_token_ids(batch_size, sum(lengths))
     cache = KVCache(model.config, batch_size)
     ours = logits_in_parts(model, token_ids, lengths, cache)

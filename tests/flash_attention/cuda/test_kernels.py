@@ -1,13 +1,11 @@
-"""The CUDA C++ kernels against the formula in float64: emulated on a CPU, and on a GPU.
+"""The CUDA C++ kernels, emulated on a CPU, and on a GPU as code of the chip and of a T4.
 
-On a GPU they run as machine code of the chip and as that of a T4. What they have in common with
+What they have in common with
 other implementations is in `test_every_implementation`.
 """
 
 import dataclasses
-import itertools
 import math
-import os
 import re
 
 import pytest
@@ -17,11 +15,6 @@ from torch import Tensor
 from lib.flash_attention.cuda import attention, launch
 from tests.flash_attention.cases import (
     EMPTY,
-    GROUPED,
-    LONG,
-    SCALED,
-    SHAPES,
-    STRIDED,
     Case,
     assert_error_at_most_twice_pytorchs,
     formula,
@@ -32,30 +25,6 @@ from tests.flash_attention.cuda import emulator
 from tests.flash_attention.cuda.emulator import NEEDS_COMPILER, emulate
 
 GPU = pytest.mark.gpu
-# a few seconds' worth: each edge once, on heads that share few builds
-QUICK = [
-    Case(1, 1, 32, batch=1, heads=1, key_heads=1),
-    Case(130, 97, 32),
-    Case(97, 130, 32, False, heads=6, key_heads=2, batch=1),
-    Case(150, 150, 20, batch=1, scale=1.5),
-    Case(65, 65, 32, False, heads=3, key_heads=3, layout="packed"),
-    Case(40, 70, 24, layout="amid NaN"),
-    Case(63, 140, 31, False, batch=1, layout="gaps in head_dim"),
-    Case(140, 140, 64, batch=1, key_heads=1),
-    Case(129, 66, 64, False, batch=1, heads=1, key_heads=1),
-]
-SIDES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200)
-# each pair of lengths around the edges of tiles once, with head sizes, masks and groups in turn
-EDGES = [
-    Case(queries, keys, head_dim, is_causal, heads, key_heads, batch=1)
-    for (queries, keys), head_dim, is_causal, (heads, key_heads) in zip(
-        itertools.product(SIDES, SIDES),
-        itertools.cycle((32, 64, 96, 128, 48)),
-        itertools.cycle((True, False, True)),
-        itertools.cycle(((1, 1), (2, 1), (3, 3), (4, 2))),
-    )
-]
-GRID = [*EDGES, *SHAPES, *GROUPED, *STRIDED, *SCALED]
 
 
 @pytest.fixture
@@ -70,33 +39,6 @@ def gpu(request, monkeypatch) -> str:
     if request.param != "native":
         monkeypatch.setenv("WORKBOOK_CUDA_ARCHITECTURE", request.param)
     return "cuda"
-
-
-def skip_bfloat16_on_a_t4(dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and os.environ.get("WORKBOOK_CUDA_ARCHITECTURE"):
-        pytest.skip("a T4 has no bfloat16")
-
-
-@NEEDS_COMPILER
-@pytest.mark.parametrize("case", QUICK, ids=str)
-def test_the_emulated_kernels_error_is_at_most_twice_pytorchs(emulated, case):
-    assert_error_at_most_twice_pytorchs(attention.flash_attention, case, torch.float16)
-
-
-@NEEDS_COMPILER
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", GRID, ids=str)
-def test_the_whole_grid_emulated(emulated, case, dtype):
-    assert_error_at_most_twice_pytorchs(attention.flash_attention, case, dtype)
-
-
-@GPU
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [*GRID, *LONG], ids=str)
-def test_the_whole_grid_on_a_gpu(gpu, case, dtype):
-    skip_bfloat16_on_a_t4(dtype)
-    assert_error_at_most_twice_pytorchs(attention.flash_attention, case, dtype, gpu)
 
 
 @NEEDS_COMPILER
@@ -115,21 +57,6 @@ def test_the_class_under_autocast_gives_the_functions_results_and_saves_the_natu
         assert ours.equal(theirs.squeeze(1).to(ours.dtype))
     exact = formula(*(x.detach().double() for x in short), case)[1].squeeze(1)
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-@GPU
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_results_repeat_to_the_bit(gpu, is_causal):
-    inputs = make_inputs(Case(1000, 1000, 64, is_causal, key_heads=1), torch.float16, gpu)
-
-    def results() -> list[Tensor]:
-        return with_gradients(
-            lambda q, k, v: attention.flash_attention(q, k, v, is_causal=is_causal), inputs
-        )
-
-    first = results()
-    for _ in range(5):
-        assert all(a.equal(b) for a, b in zip(results(), first))
 
 
 @GPU
