@@ -136,6 +136,13 @@ def test_low_precision_error_is_at_most_twice_pytorchs(dtype, chunk_tokens, devi
         assert (a.double() - c).norm() <= 2 * (b.double() - c).norm()
 
 
+def test_gradients_of_weights_are_summed_over_chunks_in_float32():
+    hidden, weight, targets = make_inputs(513, 32, 101, torch.bfloat16)
+    losses = [linear_cross_entropy(hidden, weight, targets, chunk_tokens=n) for n in (1, 513)]
+    chunked, whole = (torch.autograd.grad(loss, weight)[0].double() for loss in losses)
+    assert (chunked - whole).norm() < torch.finfo(torch.bfloat16).eps / 2 * whole.norm()
+
+
 def test_autocast_runs_the_matmul_in_bfloat16_and_the_loss_in_float32():
     hidden, weight, targets = make_inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
