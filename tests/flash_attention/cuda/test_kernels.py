@@ -1,7 +1,6 @@
 """The CUDA C++ kernels, emulated on a CPU, and on a GPU as code of the chip and of a T4.
 
-What they have in common with
-other implementations is in `test_every_implementation`.
+What they have in common with other implementations is in `test_every_implementation`.
 """
 
 import dataclasses
