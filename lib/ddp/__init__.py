@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "launcher": ["launch"],
         "process_group": ["rank", "world_size"],
-        "wrappers": ["NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP", "TorchDDP", "wrap"],
+        "wrappers": ["NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP", "wrap"],
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-# The wrappers of `lib.ddp.wrappers`.
+# The wrappers of `lib.ddp.wrappers`, and PyTorch's.
 DdpWrapper = Literal["none", "naive", "flat", "overlap", "flashddp", "torch_ddp"]
 DDP_WRAPPERS = get_args(DdpWrapper)
 

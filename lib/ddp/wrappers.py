@@ -7,8 +7,9 @@ arXiv:2006.15704, section 3). The wrappers differ in when they average, and in w
 - `NaiveDDP` (`naive`): after backward, one all-reduce per parameter;
 - `FlatDDP` (`flat`): after backward, one all-reduce of everything;
 - `OverlappedDDP` (`overlap`): one per parameter, while backward still computes others;
-- `BucketedDDP` (`flashddp`): the same in buckets of many parameters;
-- `TorchDDP` (`torch_ddp`): PyTorch's own, the peer.
+- `BucketedDDP` (`flashddp`): the same in buckets of many parameters.
+
+`lib/tools/peers/torch_ddp.py` has PyTorch's own, `torch_ddp`, behind the same interface.
 
 One step, with gradient accumulation:
 
@@ -34,6 +35,7 @@ hook and checks nothing.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch.distributed as dist
@@ -50,7 +52,6 @@ from lib.ddp.flat import (
     start_all_reduce,
 )
 from lib.ddp.process_group import agree, broadcast_module, world_size
-from lib.ddp.torch_ddp import TorchDDP
 from lib.ddp.wrapper_base import Wrapper, check_not_wrapped, inner_module
 
 
@@ -215,38 +216,48 @@ WRAPPERS = {
     "flat": FlatDDP,
     "overlap": OverlappedDDP,
     "flashddp": BucketedDDP,
-    "torch_ddp": TorchDDP,
 }
 
 
 def wrap(
-    name: str,
+    wrapper: str | type[Wrapper],
     module: nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float = 25.0,
-) -> DataParallel | TorchDDP:
-    """Wrap the module in the data-parallel wrapper called `name`, one of `WRAPPERS`.
+) -> Any:
+    """Wrap the module in a data-parallel wrapper: the name of one of `WRAPPERS`, or a class.
 
     Args:
         group: the ranks that share the work (default: all).
-        bucket_cap_mb: MiB of gradients in a bucket of `flashddp` and `torch_ddp`.
+        bucket_cap_mb: MiB of gradients in a bucket, where the wrapper has buckets.
 
     Raises:
         ValueError: an unknown name; `none` in a group of several ranks; modules or settings that
             differ between ranks.
     """
-    agree(lambda: _checked_wrapper(name, group), group)
-    options = {"bucket_cap_mb": bucket_cap_mb} if name in ("flashddp", "torch_ddp") else {}
-    return WRAPPERS[name](module, group=group, **options)
+    agree(lambda: {"ddp_wrapper": _checked_wrapper(wrapper, group).__name__}, group)
+    chosen = WRAPPERS[wrapper] if isinstance(wrapper, str) else wrapper
+    has_buckets = "bucket_cap_mb" in inspect.signature(chosen).parameters
+    options = {"bucket_cap_mb": bucket_cap_mb} if has_buckets else {}
+    return chosen(module, group=group, **options)
 
 
-def _checked_wrapper(name: str, group: dist.ProcessGroup | None) -> dict[str, str]:
+def _checked_wrapper(
+    wrapper: str | type[Wrapper], group: dist.ProcessGroup | None
+) -> type[Wrapper]:
+    """The class of a wrapper that can average gradients in this group."""
+    if not isinstance(wrapper, str):
+        return wrapper
     known = ", ".join(WRAPPERS)
-    require(name in WRAPPERS, f"ddp_wrapper must be one of {known}, got {name!r}")
     require(
-        name != "none" or world_size(group) == 1,
+        wrapper in WRAPPERS,
+        f"ddp_wrapper must be one of {known}, or a class such as TorchDDP of "
+        f"lib.tools.peers.torch_ddp, got {wrapper!r}",
+    )
+    require(
+        wrapper != "none" or world_size(group) == 1,
         f"ddp_wrapper must average gradients in a group of {world_size(group)} ranks, got 'none', "
         "with which each rank would train a model of its own",
     )
-    return {"ddp_wrapper": WRAPPERS[name].__name__}
+    return WRAPPERS[wrapper]

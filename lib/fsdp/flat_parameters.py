@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from lib.core.ranges import annotate
 from lib.ddp.flat import Bucket, Part, averaging, not_dense
 from lib.ddp.process_group import all_gather, mark_sharded, rank, reduce_scatter, world_size
-from lib.sharded_optimizer.shards import Shard, whole_shard
 
 # The number that grows when a tensor is changed in place.
 VERSION = operator.attrgetter("_version")
@@ -388,19 +387,6 @@ class Placeholder(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
-
-
-def shards_of(params: list[nn.Parameter], first: int) -> list[Shard]:
-    """This rank's shards of `FSDP.whole_parameters`, numbered from `first`; vectors are whole."""
-    shards = []
-    for number, param in enumerate(params, first):
-        if not isinstance(param, Placeholder):
-            shards.append(whole_shard(param, number))
-            continue
-        part, leaf = param.flat.own[param.number], param.flat.shards[param.number]
-        if part.stop > part.start:
-            shards.append(Shard(param, number, part.start, part.stop, leaf))
-    return shards
 
 
 def _gathered(placeholder: Placeholder) -> Tensor:

@@ -60,8 +60,9 @@ from lib.fsdp.blocks import (
     make_blocks,
     tensors_in,
 )
-from lib.fsdp.flat_parameters import VERSION, FlatParameters
+from lib.fsdp.flat_parameters import VERSION, FlatParameters, Placeholder
 from lib.optimizer.adamw import clip_coefficient, grad_norm, group_by, scale_gradients
+from lib.sharded_optimizer.shards import Shard, whole_shard
 
 
 class FSDP(GradientSync, Wrapper):
@@ -508,6 +509,18 @@ class FSDP(GradientSync, Wrapper):
         """
         whole = {n: w for flat in self.flats for n, w in zip(flat.names, flat.placeholders)}
         return [whole.get(name, param) for name, param in self.module.named_parameters()]
+
+    def shards_of(self, params: list[nn.Parameter], first: int) -> list[Shard]:
+        """This rank's shards of `whole_parameters`, numbered from `first`; vectors are whole."""
+        shards = []
+        for number, param in enumerate(params, first):
+            if not isinstance(param, Placeholder):
+                shards.append(whole_shard(param, number))
+                continue
+            part, leaf = param.flat.own[param.number], param.flat.shards[param.number]
+            if part.stop > part.start:
+                shards.append(Shard(param, number, part.start, part.stop, leaf))
+        return shards
 
     def _put_whole(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace the shards in the module's state dict by whole parameters, on all ranks."""

@@ -13,11 +13,13 @@ A training step calls the methods of `Parallel` one after another:
 `ddp_wrapper` and `sharded_optimizer` choose the kind, on several ranks:
 
 - a wrapper of `lib.ddp.wrappers` (`Replicated`): it averages gradients, and every rank holds all of
-  AdamW's state; with `zero1` that state is sharded, and with `torch_zero`, the peer, by PyTorch;
+  AdamW's state; with `zero1` that state is sharded;
 - `none` with `zero1` (`Zero1`): ZeRO stage 1 on flat slices averages gradients itself, during
   backward, and gathers the parameters under the next forward pass;
-- `fsdp` (`FullySharded`): parameters and gradients are sharded too (`lib.fsdp`);
-- `fsdp2` (`TorchFullySharded`): the same by PyTorch's fully_shard, the peer.
+- `fsdp` (`FullySharded`): parameters and gradients are sharded too (`lib.fsdp`).
+
+PyTorch's own ways, the peers `torch_ddp`, `torch_zero` and `fsdp2`, have the interfaces of ours,
+and take their places (`PEERS`).
 
 A single rank has the plain optimizer in any case (`Parallel` itself).
 """
@@ -25,8 +27,9 @@ A single rank has the plain optimizer in any case (`Parallel` itself).
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +37,7 @@ from torch import Tensor, nn
 
 from lib.ddp.process_group import broadcast_module, world_size
 from lib.ddp.settings import default_bucket_cap_mb
-from lib.ddp.wrappers import WRAPPERS, OverlappedDDP, wrap
+from lib.ddp.wrappers import WRAPPERS, wrap
 from lib.optimizer.adamw import AdamW
 from lib.training.config import TrainConfig
 
@@ -57,7 +60,6 @@ class Parallel:
         is_sharded: whether each rank holds its own part of the optimizer's state.
         is_divided: whether each rank holds its own part of the weights, so that a forward pass
             needs all ranks.
-        cannot: options of a config that this kind cannot take.
 
     Args:
         loss: of the model.
@@ -69,7 +71,6 @@ class Parallel:
     """
 
     is_divided = False
-    cannot: tuple[str, ...] = ()
 
     def __init__(
         self, loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
@@ -170,7 +171,7 @@ class Replicated(Parallel):
 
     def _compile(self, config: TrainConfig) -> None:
         # all gradients of one compiled graph arrive together, too late to overlap with backward
-        if issubclass(WRAPPERS[config.ddp_wrapper], OverlappedDDP):
+        if wrapper_of(config).overlaps:
             self.model.compile_blocks()
         else:
             self.model.compile_whole()
@@ -180,41 +181,18 @@ class Replicated(Parallel):
         params = list(self.model.parameters())
         groups, cap_mb = parameter_groups(params, config), bucket_cap_mb(config, params)
         self.module = self.averager = wrap(
-            config.ddp_wrapper, loss, group=self.group, bucket_cap_mb=cap_mb
+            wrapper_of(config), loss, group=self.group, bucket_cap_mb=cap_mb
         )
 
-        # optimizer: sharded, by PyTorch's peer, or whole on each rank
+        # optimizer: sharded, also by the peer, or whole on each rank
         if config.sharded_optimizer == "zero1":
             self._shard_optimizer(groups, config.zero1_strategy, bucket_cap_mb=cap_mb)
-        elif config.sharded_optimizer == "torch_zero":
-            from lib.tools.peers.torch_zero import TorchZero
-
-            self.optimizer = TorchZero(groups, AdamW, process_group=self.group, **self.adamw)
+        elif config.sharded_optimizer in PEERS:
+            sharded = PEERS[config.sharded_optimizer].load()
+            self.optimizer = sharded(groups, AdamW, process_group=self.group, **self.adamw)
             self.is_sharded = True
         else:
             self.optimizer = AdamW(groups, **self.adamw)
-
-
-class TorchReplicated(Replicated):
-    """PyTorch's DistributedDataParallel, the peer."""
-
-    cannot = ("cuda_graph",)
-    is_compiled = False
-
-    def _compile(self, config: TrainConfig) -> None:
-        self.is_compiled = True
-        self.model.compile_blocks()
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of this rank's tokens, (batch, length) int64; in eval mode no z-loss."""
-        if not torch.is_grad_enabled():
-            # nothing will be averaged
-            return self.module.module(inputs, targets)
-        if not self.is_compiled:
-            return self.module(inputs, targets)
-        # the compiler would split graphs at DistributedDataParallel's buckets: blocks are smaller
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            return self.module(inputs, targets)
 
 
 class Zero1(Parallel):
@@ -246,7 +224,7 @@ class Zero1(Parallel):
 
 
 class FullySharded(Parallel):
-    """`lib.fsdp`: a rank holds its shards, and the whole of a block only while it computes."""
+    """A rank holds its shards, and the whole of a block only while it computes with it."""
 
     is_divided = True
     module: Any
@@ -258,13 +236,14 @@ class FullySharded(Parallel):
                 part.forward = torch.compile(part.forward, dynamic=False)
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
-        from lib.fsdp.flat_parameters import shards_of
-
         # weights: each rank keeps its shards; gradients are averaged into shards, too
-        self.module = self.averager = divide_loss(loss, self.group)
+        peer = PEERS.get(config.ddp_wrapper)
+        divide = peer.load() if peer else divide_loss
+        self.module = self.averager = divide(loss, self.group)
 
         # optimizer: of the shards alone
-        self._shard_optimizer(parameter_groups(self.module.whole_parameters(), config), shards_of)
+        groups = parameter_groups(self.module.whole_parameters(), config)
+        self._shard_optimizer(groups, self.module.shards_of)
 
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict after the last update: on rank 0's CPU, empty on others."""
@@ -294,23 +273,6 @@ def divide_loss(loss: MeanLoss, group: dist.ProcessGroup | None) -> FSDP:
     return divided
 
 
-class TorchFullySharded(FullySharded):
-    """PyTorch's fully_shard, the peer."""
-
-    cannot = ("cuda_graph", "low_precision_weights")
-
-    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
-        from lib.tools.peers.fsdp2 import FullySharded as Peer
-
-        self.module = self.averager = Peer(loss, self.group)
-        groups = parameter_groups(self.model.parameters(), config)
-        self._shard_optimizer(groups, self.module.shards_of)
-
-    def weights(self) -> dict[str, Tensor]:
-        """The model's state dict after the last update: on rank 0's CPU, empty on others."""
-        return self.module.whole_state_dict()
-
-
 # The kind of each `ddp_wrapper` on several ranks.
 KINDS: dict[str, type[Parallel]] = {
     "none": Zero1,
@@ -318,10 +280,45 @@ KINDS: dict[str, type[Parallel]] = {
     "flat": Replicated,
     "overlap": Replicated,
     "flashddp": Replicated,
-    "torch_ddp": TorchReplicated,
+    "torch_ddp": Replicated,
     "fsdp": FullySharded,
-    "fsdp2": TorchFullySharded,
+    "fsdp2": FullySharded,
 }
+
+
+class Peer(NamedTuple):
+    """PyTorch's own way, outside of the engine, which takes the place of ours."""
+
+    path: str
+    """Module and class, which are loaded for runs that use them."""
+
+    cannot: tuple[str, ...]
+    """Options of a config that it cannot take."""
+
+    ours: str
+    """What can take them, of the same setting."""
+
+    def load(self) -> Any:
+        """The class."""
+        return pkgutil.resolve_name(self.path)
+
+
+# By the value of `ddp_wrapper` or `sharded_optimizer`.
+PEERS = {
+    "torch_ddp": Peer("lib.tools.peers.torch_ddp:TorchDDP", ("cuda_graph",), "flashddp"),
+    "fsdp2": Peer(
+        "lib.tools.peers.fsdp2:FullySharded", ("cuda_graph", "low_precision_weights"), "flashddp"
+    ),
+    "torch_zero": Peer(
+        "lib.tools.peers.torch_zero:TorchZero", ("cuda_graph", "low_precision_weights"), "zero1"
+    ),
+}
+
+
+def wrapper_of(config: TrainConfig) -> Any:
+    """The class of the wrapper that averages gradients."""
+    peer = PEERS.get(config.ddp_wrapper)
+    return peer.load() if peer else WRAPPERS[config.ddp_wrapper]
 
 
 def parallelize(
@@ -352,23 +349,15 @@ def check_wrapper(config: TrainConfig, num_ranks: int) -> None:
             "zero1_strategy must be 'flat' with ddp_wrapper 'none', got 'parameters', which "
             "leaves averaging gradients to a wrapper"
         )
-    cannot = KINDS[config.ddp_wrapper].cannot
-    _refuse(config, "ddp_wrapper", cannot, "flashddp", num_ranks)
-    if config.sharded_optimizer == "torch_zero":
-        cannot = ("cuda_graph", "low_precision_weights")
-        _refuse(config, "sharded_optimizer", cannot, "zero1", num_ranks)
-
-
-def _refuse(
-    config: TrainConfig, field: str, options: tuple[str, ...], alternative: str, num_ranks: int
-) -> None:
-    """Refuse each of `options` that is on, naming what can do it instead of the field's value."""
-    for option in options:
-        if getattr(config, option):
-            raise ValueError(
-                f"{option} must be False with {field} {getattr(config, field)!r} on {num_ranks} "
-                f"ranks, got True; {field} {alternative} can do it"
-            )
+    for field in ("ddp_wrapper", "sharded_optimizer"):
+        value = getattr(config, field)
+        peer = PEERS.get(value)
+        for option in peer.cannot if peer else ():
+            if getattr(config, option):
+                raise ValueError(
+                    f"{option} must be False with {field} {value!r} on {num_ranks} ranks, got "
+                    f"True; {field} {peer.ours} can do it"
+                )
 
 
 # Optimizers

@@ -18,6 +18,7 @@ from lib.core import ranges
 from lib.ddp import process_group
 from lib.ddp.process_group import current_device, rank
 from lib.ddp.wrappers import BucketedDDP, FlatDDP, NaiveDDP, wrap
+from lib.tools.peers.torch_ddp import TorchDDP
 from tests.ddp.training_cases import WRAPPERS
 from tests.ddp.workers import message_of, recorded_collectives
 
@@ -195,7 +196,7 @@ def check_what_cannot_be_averaged_is_refused_by_name() -> None:
     module[1].requires_grad_(True)
     message = message_of(lambda: step_of(model))
     assert message.startswith("RuntimeError: parameter 1.weight was frozen when"), message
-    for name in (*OURS, "torch_ddp"):
+    for name in (*OURS, TorchDDP):
         module = stack()
         model = wrap(name, module)
         module.append(nn.Linear(3, 3))
@@ -242,7 +243,7 @@ def check_buffers_of_every_dtype_are_those_of_rank_0_or_refused_by_name() -> Non
 
 def check_a_rank_outside_of_a_group_is_refused() -> None:
     group = dist.new_group([1])
-    for name in (*OURS, "torch_ddp"):
+    for name in (*OURS, TorchDDP):
         message = message_of(lambda: wrap(name, stack(), group=group))  # noqa: B023
         words = "ValueError: group must be one that this rank is in, but rank 0 of 2 is not"
         assert message.startswith(words if rank() == 0 else "no error"), message
@@ -253,7 +254,7 @@ def check_parameters_in_another_order_on_another_rank_are_refused() -> None:
         names = ("abc", "cab")[rank()]
         return nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
 
-    for name in (*OURS, "torch_ddp"):
+    for name in (*OURS, TorchDDP):
         message = message_of(lambda: wrap(name, in_order()))  # noqa: B023
         assert message == (
             "ValueError: the order must be the same on all ranks, but at position 0 is a.weight on "
@@ -262,7 +263,7 @@ def check_parameters_in_another_order_on_another_rank_are_refused() -> None:
 
 
 def check_a_module_is_wrapped_once_until_its_wrapper_is_gone() -> None:
-    for first, second in itertools.product((*OURS, "torch_ddp"), repeat=2):
+    for first, second in itertools.product((*OURS, TorchDDP), repeat=2):
         module = stack()
         model = wrap(first, module)
         for _ in range(2):
@@ -287,7 +288,7 @@ def check_a_module_is_wrapped_once_until_its_wrapper_is_gone() -> None:
 
 
 def check_a_part_that_was_cast_is_averaged_or_refused_by_name() -> None:
-    makes = WRAPPERS | {"torch_ddp": lambda module: wrap("torch_ddp", module)}
+    makes = WRAPPERS | {"torch_ddp": lambda module: wrap(TorchDDP, module)}
     for (name, make), dtypes in itertools.product(
         makes.items(), itertools.permutations((torch.float32, torch.float64))
     ):
@@ -315,10 +316,10 @@ def check_settings_that_differ_between_ranks_are_named() -> None:
             stack(), bucket_cap_mb=1 - rank()
         ),
         "ddp_wrapper must be the same on all ranks, but is TorchDDP on rank 0": lambda: wrap(
-            ("torch_ddp", "flashddp")[rank()], stack()
+            (TorchDDP, "flashddp")[rank()], stack()
         ),
         "bucket_cap_mb must be the same on all ranks, but is 1 on rank 0 and 2": lambda: wrap(
-            "torch_ddp", stack(), bucket_cap_mb=1 + rank()
+            TorchDDP, stack(), bucket_cap_mb=1 + rank()
         ),
     }
     for words, make in different.items():
@@ -331,7 +332,7 @@ def check_settings_that_differ_between_ranks_are_named() -> None:
 
 
 def check_torch_ddp_is_freed_before_the_group_is_left() -> None:
-    kept, dropped = wrap("torch_ddp", stack()), wrap("torch_ddp", stack())
+    kept, dropped = wrap(TorchDDP, stack()), wrap(TorchDDP, stack())
     for model in (kept, dropped):
         step_of(model)
     reducers = [weakref.ref(model.inner[0]) for model in (kept, dropped)]
@@ -355,7 +356,7 @@ class Mixed(nn.Module):
 
 
 def check_the_state_is_that_of_the_module_compiled_or_not_by_itself_or_inside_another() -> None:
-    for name in (*OURS, "torch_ddp"):
+    for name in (*OURS, TorchDDP):
         for module in (stack(), torch.compile(stack(), backend="eager")):
             model = wrap(name, module)
             assert list(model.state_dict()) == ["0.weight", "1.weight", "2.weight"], name

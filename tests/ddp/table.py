@@ -35,6 +35,7 @@ from lib.fsdp import FSDP
 from lib.fsdp.blocks import tensors_in
 from lib.optimizer.adamw import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from lib.tools.peers.torch_ddp import TorchDDP
 from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ddp.kinds import KINDS, D, dtype_of, seeded
 
@@ -45,7 +46,7 @@ SMALL = {"bucket_cap_mb": 5e-4}
 class Way(NamedTuple):
     """A wrapper, and options of the sharded optimizer, if there is one."""
 
-    wrapper: str | None
+    wrapper: str | type | None
     zero: dict[str, Any] | None = None
 
     @property
@@ -60,12 +61,12 @@ WAYS = {
     "flat": Way("flat"),
     "overlap": Way("overlap"),
     "flashddp": Way("flashddp"),
-    "torch_ddp": Way("torch_ddp"),
+    "torch_ddp": Way(TorchDDP),
     "zero1": Way(None, LOCAL),
     "zero1, overlapped": Way(None, LOCAL | {"overlap": True}),
     "flashddp, zero1 parameters": Way("flashddp", {"strategy": "parameters"}),
     "flat, zero1 flat": Way("flat", {"strategy": "flat"} | SMALL),
-    "torch_ddp, zero1 parameters": Way("torch_ddp", {"strategy": "parameters"}),
+    "torch_ddp, zero1 parameters": Way(TorchDDP, {"strategy": "parameters"}),
     "fsdp": Way("fsdp"),
 }
 # With other ways than FSDP, which divides modules in many ways, modules of these are trained

@@ -14,6 +14,7 @@ from lib.ddp.process_group import current_device
 from lib.fsdp import FSDP
 from lib.optimizer.adamw import AdamW, clip_coefficient, grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from lib.tools.peers.torch_ddp import TorchDDP
 
 STEPS, BATCH = 5, 4
 WIDTH = 6
@@ -268,7 +269,7 @@ def subgroup() -> list[float] | None:
         return None
     device = process_group.current_device()
     results = []
-    for name in ("naive", "flat", "overlap", "flashddp", "torch_ddp"):
+    for name in ("naive", "flat", "overlap", "flashddp", TorchDDP):
         module = nn.Linear(1, 1, bias=False, device=device)
         nn.init.constant_(module.weight, process_group.rank())
         model = wrappers.wrap(name, module, group=group)

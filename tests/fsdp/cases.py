@@ -17,7 +17,6 @@ from lib.ddp.process_group import (
 )
 from lib.ddp.wrappers import wrap
 from lib.fsdp import FSDP, checkpoint_activations
-from lib.fsdp.flat_parameters import shards_of
 from lib.lessons.simulated_network import simulated_group
 from lib.model.config import ModelConfig
 from lib.model.transformer import MeanLoss, TransformerLM
@@ -240,7 +239,7 @@ def check_state_is_whole_also_inside_another_module() -> None:
 def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
     net, alone = Net(), Net()
     model = FSDP(net)
-    made = ShardedOptimizer(model.whole_parameters(), AdamW, strategy=shards_of, lr=0.1)
+    made = ShardedOptimizer(model.whole_parameters(), AdamW, strategy=model.shards_of, lr=0.1)
     plain = AdamW(alone.parameters(), lr=0.1)
     for step in range(2):
         backward(model, step)
@@ -257,7 +256,7 @@ def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
 def check_an_infinite_gradient_of_a_vector_has_an_infinite_norm() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(current_device())
     model = FSDP(module)
-    made = ShardedOptimizer(model.whole_parameters(), AdamW, strategy=shards_of, lr=0.1)
+    made = ShardedOptimizer(model.whole_parameters(), AdamW, strategy=model.shards_of, lr=0.1)
     model(torch.ones(2, 4, device=current_device())).sum().backward()
     model.finish_gradient_synchronization()
     module[1].bias.grad[0] = torch.inf

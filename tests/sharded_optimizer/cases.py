@@ -26,6 +26,7 @@ from lib.ddp.process_group import (
 from lib.ddp.wrappers import wrap
 from lib.optimizer.adamw import AdamW, clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from lib.tools.peers.torch_ddp import TorchDDP
 from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ddp.cases import Raise, input_of, stack
 from tests.ddp.workers import message_of, recorded_collectives
@@ -465,7 +466,7 @@ def check_parameters_in_another_order_or_with_other_values_are_refused() -> None
 
 def check_gradients_that_a_wrapper_averages_are_not_averaged_again() -> None:
     words = "ValueError: reduces_gradients must be False for the parameters of a wrapper"
-    for name, how in itertools.product(("flat", "overlap", "torch_ddp"), AVERAGING.values()):
+    for name, how in itertools.product(("flat", "overlap", TorchDDP), AVERAGING.values()):
         model = wrap(name, stack())
         message = message_of(lambda: made_of(model, SGD, **how))  # noqa: B023
         assert message.startswith(words), message

@@ -166,8 +166,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_alone_is_reported_and_not_skipped
 
 
 def test_wrappers_are_those_that_a_config_takes():
-    assert tuple(WRAPPERS) == DDP_WRAPPERS
+    assert (*WRAPPERS, "torch_ddp") == DDP_WRAPPERS
     assert tuple(parallelism.KINDS) == get_args(TrainingWrapper)
+    # and what loads a peer finds it
+    assert [peer.load().__name__ for peer in parallelism.PEERS.values()] == [
+        "TorchDDP", "FullySharded", "TorchZero"
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class FullySharded(nn.Module):
-    """A model's loss whose parameters `fully_shard` divides among ranks.
+    """A model's loss whose parameters `fully_shard` divides among ranks, as `FSDP` does.
 
     The matrices of a block are gathered together, just before it runs and again in backward, in
     the dtype of the matmuls. Embeddings, head and all norms stay whole from the start of forward
@@ -104,12 +104,18 @@ class FullySharded(nn.Module):
         finally:
             self.module.set_requires_gradient_sync(True)
 
-    def whole_state_dict(self) -> dict[str, Tensor]:
-        """Gather the model's state dict on rank 0's CPU, tensor by tensor; empty on other ranks."""
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """All parameters, as `FSDP.whole_parameters`."""
+        return list(self.module.parameters())
+
+    def full_parameters(self, *, on_first_only: bool = False) -> dict[str, Tensor]:
+        """Copies of the whole parameters by the module's names, as `FSDP.full_parameters`."""
         found = {}
-        for name, tensor in self.module.model.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if rank(self.group) == 0:
+        for name, tensor in self.module.state_dict().items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            if not on_first_only:
+                found[name] = whole
+            elif rank(self.group) == 0:
                 found[name] = whole.cpu()
         return found
 

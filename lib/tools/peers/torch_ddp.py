@@ -17,13 +17,15 @@ from lib.ddp.wrapper_base import Wrapper, check_not_wrapped, inner_module
 
 
 class TorchDDP(GradientSync, Wrapper):
-    """PyTorch's `DistributedDataParallel` behind the interface of the others.
+    """PyTorch's `DistributedDataParallel` behind the interface of `lib.ddp.wrappers`.
 
     It averages during backward, which must reach every trained parameter, and needs no
     `finish_gradient_synchronization()`. Gradients are views of its buckets. PyTorch's may hang when
     it is freed after `destroy_process_group`, so `init_from_environment` and `launch` free it
     before. Then, or after `free()`, the module is left as on a single rank.
     """
+
+    overlaps = True
 
     def __init__(
         self,
@@ -40,6 +42,10 @@ class TorchDDP(GradientSync, Wrapper):
         self.dtypes = [param.dtype for param in self.params]
         # whether the last forward pass was in no_sync, and whether a backward pass followed it
         self.is_held_back = self.was_averaged = False
+        # whether parts were compiled by themselves, such as a model's blocks
+        self.has_compiled_parts = any(
+            part._compiled_call_impl for part in module.modules() if part is not module
+        )
         broadcast_module(module, group, lambda: self._facts(bucket_cap_mb))
         self.note_parameters(inner_module(module))
         if world_size(group) > 1:
@@ -87,10 +93,16 @@ class TorchDDP(GradientSync, Wrapper):
         """
         if self.inner and [param.dtype for param in self.params] != self.dtypes:
             raise RuntimeError("the module was cast after it was wrapped; wrap it again")
-        if torch.is_grad_enabled():
-            self.is_held_back = any(not one.require_backward_grad_sync for one in self.inner)
-            self.was_averaged = False
-        return (self.inner or [self.module])[0](*args, **kwargs)
+        # nothing will be averaged
+        if not self.inner or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self.is_held_back = not self.inner[0].require_backward_grad_sync
+        self.was_averaged = False
+        if not self.has_compiled_parts:
+            return self.inner[0](*args, **kwargs)
+        # the compiler would split their graphs at PyTorch's buckets, which are larger
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return self.inner[0](*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
         """Check that gradients were averaged, as they are when backward ends.
