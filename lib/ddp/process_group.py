@@ -454,14 +454,6 @@ def is_sharded(tensor: Tensor) -> bool:
 # Agreeing and failing together, so that no rank waits for one that is gone
 
 
-def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) -> None:
-    """Raise a `ValueError` on all ranks, naming the first difference, unless all give the same.
-
-    The order counts too: what ranks do with parameters goes by their positions.
-    """
-    agree(lambda: facts, group)
-
-
 def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None = None) -> None:
     """Check what this rank was given, and that all ranks were given the same; on all ranks.
 
@@ -469,10 +461,12 @@ def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None =
     collective even if one was asked for something else.
 
     Args:
-        facts: checks, and returns what must be the same.
+        facts: checks, and returns what must be the same. The order counts too: what ranks do with
+            parameters goes by their positions.
 
     Raises:
-        Exception: as `gather_results`, if `facts` raised, and else as `check_same`.
+        Exception: as `gather_results`, if `facts` raised.
+        ValueError: ranks were given different ones; names the first difference, on all ranks.
     """
     first, *others = gather_results(facts, group)
     for other, theirs in enumerate(others, start=1):
@@ -492,7 +486,7 @@ def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None =
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """Describe what all ranks must share, for `check_same`: `float32 (4, 3) on cpu, trained`."""
+    """Describe what all ranks must share, for `agree`: `float32 (4, 3) on cpu, trained`."""
     kind = str(tensor.dtype).removeprefix("torch.")
     use = "trained" if tensor.requires_grad else "not trained"
     return f"{kind} {tuple(tensor.shape)} on {tensor.device.type}, {use}"

@@ -41,7 +41,7 @@ without a gradient on any rank has none afterwards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.flat import GradientSync, averaging, not_finished
+from lib.ddp.flat import GradientSync, not_finished
 from lib.ddp.process_group import broadcast_module, rank, world_size
 from lib.ddp.wrapper_base import Wrapper, inner_module
 from lib.fsdp.blocks import (
@@ -161,15 +161,11 @@ class FSDP(GradientSync, Wrapper):
             RuntimeError: the gradients of the last backward pass were not synchronized; a parameter
                 was added or replaced; or see `FlatParameters.follow_shards`.
         """
-        return self.run(self.module, *args, **kwargs)
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function` as the forward pass; it may be any function that uses the module."""
         self.saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.autograd.graph.saved_tensors_hooks(self._save, _read_saved):
             # a checkpoint around the whole module runs it again in backward
             if self.is_in_backward and torch._C._current_graph_task_id() >= 0:
-                return function(*args, **kwargs)
+                return self.module(*args, **kwargs)
 
             # after an optimizer step; what is outside of blocks is gathered for the whole step
             if self.must_finish:
@@ -183,7 +179,7 @@ class FSDP(GradientSync, Wrapper):
             # run; what is gathered at the end waits for backward
             waits = False
             try:
-                output = function(*args, **kwargs)
+                output = self.module(*args, **kwargs)
                 waits = torch.is_grad_enabled()
             finally:
                 self._end_pass(drops=not waits)
@@ -246,8 +242,8 @@ class FSDP(GradientSync, Wrapper):
         """
         if not (self.is_in_forward or self.is_in_backward):
             raise RuntimeError(
-                "the module must be called through its FSDP, which gathers the weights: call the "
-                "FSDP, or FSDP.run(function, …) for another function than forward"
+                "the module must be called through its FSDP, which gathers the weights; for "
+                "another function than forward, wrap a module that has it as its forward"
             )
         # a module without one has no matrices; a block of several is gathered for the first
         block = self.block_of.get(part)
@@ -442,13 +438,10 @@ class FSDP(GradientSync, Wrapper):
             if not has:
                 presence[index] = 0
         # one all-reduce for each dtype
-        op, divisor = averaging(presence, self.group)
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            dist.all_reduce(joined, op, group=self.group, async_op=True).wait()
-            if divisor > 1:
-                joined.div_(divisor)
-            means = joined.split([tensor.numel() for tensor in tensors])
+            dist.all_reduce(joined, group=self.group)
+            means = joined.div_(self.ranks).split([tensor.numel() for tensor in tensors])
             views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
             torch._foreach_copy_(tensors, views)
         # the host waits only where a gradient is missing

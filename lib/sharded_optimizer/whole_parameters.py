@@ -43,10 +43,10 @@ class WholeParameters:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        self.group, self.rank = group, rank(group)
         self.loads = [0] * world_size(group)
-        # (owner, parameters that share a message)
-        self.messages: list[tuple[int, Bucket]] = []
+        # (owner, its number among all processes, parameters that share a message)
+        self.messages: list[tuple[int, int, Bucket]] = []
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Assign `params`, numbered from `first`; return the shards of this rank."""
@@ -61,18 +61,19 @@ class WholeParameters:
                 owned = [param for param in chosen if owner_of[param] == owner]
                 messages = fill_buckets(param for param in owned if param.nbytes <= SMALL_BYTES)
                 messages += [[param] for param in owned if param.nbytes > SMALL_BYTES]
-                self.messages += [(owner, Bucket(message)) for message in messages]
+                source = global_rank(owner, self.group)
+                self.messages += [(owner, source, Bucket(message)) for message in messages]
 
         return [
             whole_shard(param, number)
             for number, param in enumerate(params, start=first)
-            if owner_of[param] == rank(self.group)
+            if owner_of[param] == self.rank
         ]
 
     def gather_parameters(self) -> None:
         """Broadcast every parameter from its owner, all at once."""
         sent = []
-        for owner, bucket in self.messages:
+        for owner, source, bucket in self.messages:
             params = bucket.params
             # frozen since the backward pass, a parameter is still updated once more
             if not any(param.requires_grad or param.grad is not None for param in params):
@@ -84,13 +85,12 @@ class WholeParameters:
                 )
             # one parameter alone is received in place
             flat = bucket.pack([param.detach() for param in params])
-            source = global_rank(owner, self.group)
             work = dist.broadcast(flat, source, group=self.group, async_op=True)
             sent.append((owner, bucket, flat, work))
 
         for owner, bucket, flat, work in sent:
             work.wait()
-            if owner != rank(self.group):
+            if owner != self.rank:
                 for param, view in zip(bucket.params, bucket.views(flat)):
                     if view.data_ptr() != param.data_ptr():
                         param.detach().copy_(view)

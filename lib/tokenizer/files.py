@@ -1,4 +1,4 @@
-"""Tokenizers as files: our own JSON, Hugging Face's `tokenizer.json`, and tiktoken's Encoding.
+"""Tokenizers as files: our own JSON, and Hugging Face's `tokenizer.json`.
 
 A tokenizer is three things here: `vocab` (id -> bytes), `merges` (pairs of bytes, in order) and
 `special_tokens` (text -> id), of which some end a text, by default `<|endoftext|>`.
@@ -11,13 +11,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lib.core.files import write_atomically
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, UNICODE
-
-if TYPE_CHECKING:
-    import tiktoken
 
 FORMAT = "byte-level-bpe"
 # The same pattern as GPT-2's authors wrote it.
@@ -255,27 +252,6 @@ def _what_it_adds(processor: dict | None) -> Any:
         added = [piece for piece in processor["single"] if "Sequence" not in piece]
         return added[0] if added else None
     return kind
-
-
-def to_tiktoken(parts: Parts, name: str = "workbook") -> tiktoken.Encoding:
-    """Make the `tiktoken.Encoding` that gives the same ids.
-
-    Raises:
-        ValueError: the ids of merged tokens do not grow with their merges. tiktoken merges by id.
-    """
-    import tiktoken
-
-    specials = set(parts.special_tokens.values())
-    ranks = {token: i for i, token in sorted(parts.vocab.items()) if i not in specials}
-    merged = [ranks[left + right] for left, right in parts.merges]
-    if merged != sorted(merged):
-        raise ValueError("the ids of merged tokens must be in the order of their merges")
-    return tiktoken.Encoding(
-        name,
-        pat_str=GPT2_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens=parts.special_tokens,
-    )
 
 
 # GPT-2's printable bytes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lib.core.settings import require
 from lib.data.batches import take_sequences
-from lib.ddp.process_group import check_same, current_device, on_each_rank, rank, world_size
+from lib.ddp.process_group import agree, current_device, on_each_rank, rank, world_size
 from lib.model.transformer import TransformerLM
 from lib.training.parallelism import Parallel
 
@@ -98,7 +98,7 @@ def evaluate(
     else:
         module, is_divided = model, False
     if world_size() > 1:
-        check_same({"number of batches": str(len(batches))})
+        agree(lambda: {"number of batches": str(len(batches))})
     # a rank that failed in the middle of a pass could not tell the others, which wait for it there
     means = losses_here() if is_divided else on_each_rank(losses_here)
     if world_size() > 1:

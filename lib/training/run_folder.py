@@ -28,7 +28,7 @@ from lib.core.settings import to_dict, to_json
 from lib.data.batches import BatchSampler
 from lib.data.token_array import load_token_array, read_manifest
 from lib.ddp.process_group import (
-    check_same,
+    agree,
     current_device,
     on_each_rank,
     on_first_rank,
@@ -312,7 +312,7 @@ def _check_ranks_agree(run: Run) -> None:
     # the dtype that was picked, since "auto" may pick another one on another chip
     facts["dtype"] = run.dtype
     facts |= {f"data.{name}": sha256 for name, sha256 in run.data_sha256.items()}
-    check_same({name: str(value) for name, value in facts.items()})
+    agree(lambda: {name: str(value) for name, value in facts.items()})
 
 
 # Which run a folder belongs to

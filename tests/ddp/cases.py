@@ -384,6 +384,22 @@ def check_hooks_work_with_compiled_modules() -> None:
         check_mean(module, alone, name)
 
 
+def check_torch_ddp_splits_no_part_that_was_compiled_by_itself() -> None:
+    for compiles in (True, False):
+        module = stack()
+        if compiles:
+            module[1].compile(backend="eager")
+        splits: list[bool] = []
+        module[0].register_forward_pre_hook(
+            lambda *args: splits.append(torch._dynamo.config.optimize_ddp)  # noqa: B023
+        )
+        model = wrap(TorchDDP, module)
+        step_of(model)
+        assert bool(splits[0]) is not compiles, splits
+        with torch.no_grad():
+            assert torch.equal(model(input_of(0)), module(input_of(0)))
+
+
 def check_profilers_see_the_all_reduces() -> None:
     # where they overlap: one for each message, and the waiting for them
     for name, count in {"naive": 1, "flat": 1, "overlap": 4, "flashddp": 2}.items():

@@ -33,7 +33,6 @@ from lib.tokenizer.files import (
     from_printable,
     save_huggingface,
     to_printable,
-    to_tiktoken,
 )
 from lib.tokenizer.implementation import CompiledCode
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
@@ -75,8 +74,13 @@ def tokenizer(tokenizers, implementation):
 
 @pytest.fixture(scope="module")
 def peer(trained):
-    ids = {token: token_id for token_id, token in trained[0].items()}
-    special = {token: ids.pop(token.encode()) for token in SPECIAL}
+    return tiktoken_with(trained[0], SPECIAL)
+
+
+def tiktoken_with(vocab, special_tokens):
+    """tiktoken's encoder with the tokens `vocab`, id -> bytes."""
+    ids = {token: token_id for token_id, token in vocab.items()}
+    special = {token: ids.pop(token.encode()) for token in special_tokens}
     return tiktoken.Encoding(
         "peer", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens=special
     )
@@ -101,7 +105,9 @@ def gpt2_peers(gpt2, tmp_path_factory):
     path = tmp_path_factory.mktemp("gpt2") / "tokenizer.json"
     save_huggingface(path, gpt2["python"].parts)
     huggingface = tokenizers_of_huggingface.Tokenizer.from_file(str(path))
-    return to_tiktoken(gpt2["python"].parts).encode, lambda text: huggingface.encode(text).ids
+    parts = gpt2["python"].parts
+    peer = tiktoken_with(parts.vocab, parts.special_tokens)
+    return peer.encode, lambda text: huggingface.encode(text).ids
 
 
 # Training

@@ -191,19 +191,6 @@ def test_what_gives_other_ids_in_hugging_face_is_rejected(plain, path, section, 
         files.load_huggingface(path)
 
 
-def test_tiktoken_gives_the_same_ids(tokenizer):
-    peer = files.to_tiktoken(tokenizer.parts)
-    assert peer.encode(TEXT, allowed_special="all") == tokenizer.encode(TEXT)
-    assert peer.decode(tokenizer.encode(TEXT)) == TEXT
-
-
-def test_ids_out_of_order_are_rejected_for_tiktoken(plain):
-    swapped = {256: plain.vocab[257], 257: plain.vocab[256]}
-    parts = plain.parts._replace(vocab=plain.vocab | swapped)
-    with pytest.raises(ValueError, match="in the order of their merges"):
-        files.to_tiktoken(parts)
-
-
 def test_ids_that_a_file_cannot_tell_apart_are_rejected(tokenizer, path):
     twice = Tokenizer({**tokenizer.vocab, 5000: b"a"}, tokenizer.merges)
     with pytest.raises(ValueError, match="different bytes for each id"):

@@ -24,7 +24,7 @@ from lib.core.records import Record
 from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, check, settings
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
-    check_same,
+    agree,
     checked_backend,
     current_device,
     init_from_environment,
@@ -189,7 +189,7 @@ class Benchmark:
         if device.type == "cpu":
             # as training does
             keep_freed_memory()
-        check_same({"device": device_name(device)})
+        agree(lambda: {"device": device_name(device)})
         cases = self.cases(config, device)
         are_groups = isinstance(cases[0], list)
 
