@@ -171,7 +171,7 @@ class Replicated(Parallel):
 
     def _compile(self, config: TrainConfig) -> None:
         # all gradients of one compiled graph arrive together, too late to overlap with backward
-        if wrapper_of(config).overlaps:
+        if wrapper_class(config).overlaps:
             self.model.compile_blocks()
         else:
             self.model.compile_whole()
@@ -181,7 +181,7 @@ class Replicated(Parallel):
         params = list(self.model.parameters())
         groups, cap_mb = parameter_groups(params, config), bucket_cap_mb(config, params)
         self.module = self.averager = wrap(
-            wrapper_of(config), loss, group=self.group, bucket_cap_mb=cap_mb
+            wrapper_class(config), loss, group=self.group, bucket_cap_mb=cap_mb
         )
 
         # optimizer: sharded, also by the peer, or whole on each rank
@@ -315,7 +315,7 @@ PEERS = {
 }
 
 
-def wrapper_of(config: TrainConfig) -> Any:
+def wrapper_class(config: TrainConfig) -> Any:
     """The class of the wrapper that averages gradients."""
     peer = PEERS.get(config.ddp_wrapper)
     return peer.load() if peer else WRAPPERS[config.ddp_wrapper]
