@@ -22,7 +22,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """Modules whose parameters are gathered together, and how far that has come."""
+    """Modules whose parameters are gathered together."""
 
     modules: list[nn.Module]
 
@@ -30,12 +30,6 @@ class Block:
     """Its parameters: one for each dtype, and for trained and frozen ones."""
 
     index: int
-
-    is_started: bool = False
-    """Whether the all-gathers were started."""
-
-    is_shown: bool = False
-    """Whether the model has the gathered parameters, for which backward has gradients."""
 
 
 def default_blocks(module: nn.Module) -> list[nn.Module]:

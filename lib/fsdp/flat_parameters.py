@@ -185,7 +185,9 @@ class FlatParameters(Bucket):
     # Parameters: gathered before forward and backward, dropped after
 
     def start_gathering(self) -> None:
-        """Start the all-gather of the ranks' slices into a new buffer."""
+        """Start the all-gather of the ranks' slices into a new buffer, unless that was done."""
+        if self.buffer is not self.nothing:
+            return
         self.version = sum(map(VERSION, self.shards))
         with torch.inference_mode(False):
             # memory of its own each time: what else refers to the last one may go on

@@ -192,10 +192,10 @@ class FSDP(GradientSync, Wrapper):
         if block is not self.unblocked:
             before, self.current = self.current, block
             if before is not None and before is not block:
-                if before.is_shown:
-                    for flat in before.flats:
+                for flat in before.flats:
+                    if flat.gathered:
                         flat.put(flat.placeholders)
-                self.drop(before)
+                self.drop(before.flats)
             # prefetch
             after = block.index + step
             if step and self.prefetches and 0 <= after < len(self.blocks):
@@ -203,33 +203,25 @@ class FSDP(GradientSync, Wrapper):
 
         # start the all-gathers, this block's first
         for one in wanted:
-            if not one.is_started:
-                one.is_started = True
-                for flat in one.flats:
-                    flat.start_gathering()
+            for flat in one.flats:
+                flat.start_gathering()
 
         # wait for this block
         for flat in block.flats:
             flat.wait()
 
-    def drop(self, block: Block | None = None) -> None:
-        """Free a block (default: all).
+    def drop(self, flats: list[FlatParameters]) -> None:
+        """Free gathered parameters.
 
         Raises:
-            RuntimeError: a parameter was changed in place, which would be lost.
+            RuntimeError: one was changed in place, which would be lost.
         """
-        if block is None:
-            self.current = None
-        for one in self.all_blocks if block is None else [block]:
-            if not one.is_started:
-                continue
-            one.is_started = one.is_shown = False
-            changed = [flat for flat in one.flats if flat.drop()]
-            if changed:
-                raise RuntimeError(
-                    f"a forward pass changed one of {', '.join(changed[0].names)} in place, in "
-                    "memory that is gathered for the pass alone; change parameters between steps"
-                )
+        changed = [flat for flat in flats if flat.drop()]
+        if changed:
+            raise RuntimeError(
+                f"a forward pass changed one of {', '.join(changed[0].names)} in place, in memory "
+                "that is gathered for the pass alone; change parameters between steps"
+            )
 
     # Hooks; torch.compile must not trace into them
 
@@ -247,9 +239,8 @@ class FSDP(GradientSync, Wrapper):
             )
         # a module without one has no matrices; a block of several is gathered for the first
         block = self.block_of.get(part)
-        if block is not None and not block.is_shown:
+        if block is not None and not any(flat.gathered for flat in block.flats):
             self.gather(block, step=0 if self.is_in_backward else 1)
-            block.is_shown = True
             for flat in block.flats:
                 flat.show()
 
@@ -313,7 +304,7 @@ class FSDP(GradientSync, Wrapper):
         self.settle()
         self.check_parameters()
         # what a pass without backward left
-        self.drop()
+        self.drop(self.flats)
         for flat in self.flats:
             flat.follow_shards()
 
@@ -324,7 +315,7 @@ class FSDP(GradientSync, Wrapper):
         for flat in self.flats:
             flat.put(flat.shards)
         if drops:
-            self.drop()
+            self.drop(self.flats)
 
     def _save(self, tensor: Tensor) -> Any:
         """Let autograd save, for `_read_saved`, where gathered memory was in place of it."""
