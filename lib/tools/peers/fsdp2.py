@@ -108,15 +108,17 @@ class FullySharded(nn.Module):
         """All parameters, as `FSDP.whole_parameters`."""
         return list(self.module.parameters())
 
-    def full_parameters(self, *, on_first_only: bool = False) -> dict[str, Tensor]:
-        """Copies of the whole parameters by the module's names, as `FSDP.full_parameters`."""
+    def full_parameters(self, *, on_first_only: bool) -> dict[str, Tensor]:
+        """Copies of the whole parameters by the module's names, on CPUs, gathered one by one.
+
+        Args:
+            on_first_only: other ranks than the first get none.
+        """
         found = {}
         for name, tensor in self.module.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-            if not on_first_only:
-                found[name] = whole
-            elif rank(self.group) == 0:
-                found[name] = whole.cpu()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank(self.group) == 0 or not on_first_only:
+                found[name] = whole.to("cpu", copy=True)
         return found
 
 
