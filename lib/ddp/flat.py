@@ -73,6 +73,9 @@ class Bucket:
         self.sizes = [shape.numel() for shape in self.shapes]
         # gradients that have not arrived in this backward pass
         self.missing = len(self.params)
+        # how it is averaged: the operation, and a divisor after it (see `averaging`)
+        self.op: Any = None
+        self.divisor = 1
         # while it is sent: handles to wait for, what must live until then, and what become means
         self.works: list[Any] = []
         self.sent: list[Tensor] = []
@@ -123,14 +126,14 @@ class Bucket:
             for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
 
-    def receive_mean(self, divisor: int) -> None:
+    def receive_mean(self) -> None:
         """Wait for what was sent (on a GPU only its stream waits), and divide the sums."""
         for work in self.works:
             work.wait()
         # sums become means, and what was sent is freed
-        if self.works and divisor > 1:
+        if self.works and self.divisor > 1:
             for tensor in self.means:
-                tensor.div_(divisor)
+                tensor.div_(self.divisor)
         self.works, self.sent, self.means = [], [], []
 
     def wait(self) -> None:
@@ -352,7 +355,7 @@ class InOrder(GradientSync):
                 self.send_complete()
             # wait for all
             for bucket in self.order:
-                bucket.receive_mean(self.divisor)
+                bucket.receive_mean()
 
         # a parameter that no rank has used has no gradient, as in one process
         self.unused = []
@@ -386,7 +389,6 @@ class InOrder(GradientSync):
     def _agree_on_order(self) -> None:
         """Make the buckets; with overlap, in the order in which rank 0's gradients arrived."""
         params = self.params
-        self.op, self.divisor = averaging(params[0], self.group)
         # rank 0's order: gradients as they arrived, then parameters without one
         if self.overlaps:
             left = [id(param) for param in reversed(params) if id(param) not in self.arrived]
@@ -395,6 +397,8 @@ class InOrder(GradientSync):
             dist.broadcast(agreed, global_rank(0, self.group), group=self.group)
             params = [self.params[number] for number in agreed.tolist()]
         self.order = self.make_buckets(params)
+        for bucket in self.order:
+            bucket.op, bucket.divisor = averaging(bucket.params[0], self.group)
         self.bucket_of = {id(param): bucket for bucket in self.order for param in bucket.params}
 
 

@@ -138,7 +138,7 @@ class DataParallel(InOrder, Wrapper):
             self.presence = tensors[-1][-len(presence) :]  # (parameters,)
         # don't wait: backward goes on
         bucket.means = tensors
-        bucket.works = start_all_reduce(tensors, self.op, self.group)
+        bucket.works = start_all_reduce(tensors, bucket.op, self.group)
 
 
 class NaiveDDP(DataParallel):
@@ -149,7 +149,7 @@ class NaiveDDP(DataParallel):
     def send(self, bucket: Bucket, presence: Tensor | None) -> None:
         """Average a parameter's gradient, and wait for it."""
         super().send(bucket, presence)
-        bucket.receive_mean(self.divisor)
+        bucket.receive_mean()
 
 
 class FlatDDP(DataParallel):

@@ -323,10 +323,10 @@ class FlatParameters(Bucket):
         for index in changed:
             views[index].zero_()
 
-    def receive_mean(self, divisor: int) -> None:
+    def receive_mean(self) -> None:
         """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
         # the sum over the ranks becomes their mean
-        super().receive_mean(divisor)
+        super().receive_mean()
         mean, self.mean = self.mean, None  # (slice_length,)
         # each shard gets its part of the slice
         for index, (shard, at) in enumerate(zip(self.shards, self.at)):

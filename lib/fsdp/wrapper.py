@@ -294,7 +294,7 @@ class FSDP(GradientSync, Wrapper):
     def receive(self) -> None:
         """Wait for the gradients that were sent last, and add their means to the shards'."""
         for flat in self.reducing:
-            flat.receive_mean(flat.divisor)
+            flat.receive_mean()
         self.reducing = []
 
     # Passes

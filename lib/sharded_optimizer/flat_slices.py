@@ -125,18 +125,18 @@ class FlatSlices(InOrder):
         """Start the reduce-scatter of a bucket's gradients, which parameters no longer hold."""
         # wait for the last but one: later gradients need the memory of earlier ones
         if self.num_sent >= 2:
-            self.order[self.num_sent - 2].receive_mean(self.divisor)
+            self.order[self.num_sent - 2].receive_mean()
         # pack the gradients, and free them
         flat = bucket.pack([param.grad for param in bucket.params])  # (ranks · slice_length,)
         for param in bucket.params:
             param.grad = None
         # this rank gets the mean of its slice; what is sent lives until then
         bucket.mean = flat.new_empty(bucket.slice_length)
-        work = reduce_scatter(bucket.mean, flat, op=self.op, group=self.group, async_op=True)
+        work = reduce_scatter(bucket.mean, flat, op=bucket.op, group=self.group, async_op=True)
         bucket.works, bucket.sent, bucket.means = [work], [flat], [bucket.mean]
         # which gradients any rank has
         if presence is not None:
-            work = dist.all_reduce(presence, self.op, group=self.group, async_op=True)
+            work = dist.all_reduce(presence, bucket.op, group=self.group, async_op=True)
             bucket.works.append(work)
             bucket.means.append(presence)
             self.presence = presence
