@@ -16,7 +16,7 @@ from lib.lessons.model import exercises
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import flops_per_token
 from lib.model.transformer import TransformerLM
-from tests.lessons.model import test_exercises as others
+from tests.lessons.answers.table import right_answers
 from tests.lessons.page import run_page
 
 CELLS = nbformat.read(ROOT / "notebooks/02_model.ipynb", as_version=4).cells
@@ -104,19 +104,8 @@ def test_without_a_mask_or_positions_a_batch_is_learned_in_about_as_many_steps()
     assert 0.6 < steps_to_learn_by_heart(rope=lambda x, *_: x) / right < 1.5
 
 
-ANSWERS = {
-    "cross_entropy_loss": lambda x, y: F.nll_loss(x.double().log_softmax(-1), y),
-    "bigram_gradient": others.bigram_by_one_hot,
-    "attention": others.attention_of_pytorch,
-    "rotate": others.rotate_by_lib,
-    "block": others.block_by_lib,
-    "bill": others.bill_by_lib,
-    "backward": others.backward_by_counting,
-    "previous_token_head": others.uneven_head,
-}
-
-
 @pytest.mark.slow
 def test_the_page_goes_on_with_right_answers_of_another_kind(monkeypatch, capsys):
-    run_page(CELLS, ANSWERS, monkeypatch)
-    assert capsys.readouterr().out.count("right: as expected") == len(ANSWERS)
+    answers = right_answers(exercises)
+    run_page(CELLS, answers, monkeypatch)
+    assert capsys.readouterr().out.count("right: as expected") == len(answers) == 8

@@ -7,8 +7,8 @@ import pytest
 
 from lib.core.files import ROOT
 from lib.lessons.training import exercises
+from tests.lessons.answers.table import right_answers
 from tests.lessons.page import run_page
-from tests.lessons.training import test_exercises as others
 
 CELLS = nbformat.read(ROOT / "notebooks/03_training.ipynb", as_version=4).cells
 TEXTS = [c for c in CELLS if c.cell_type == "markdown"]
@@ -41,19 +41,9 @@ def test_the_run_is_the_same_as_libs():
     assert float(apart) < 1e-3
 
 
-ANSWERS = {
-    "adamw_step": others.adamw_step,
-    "train": others.train,
-    "story_bits": others.story_bits,
-    "diagnose": exercises.diagnose.solve,
-    "resume": others.resume_by_pickle,
-    "top_p_filter": others.top_p_filter,
-    "decode": others.decode,
-}
-
-
 @pytest.mark.slow
 def test_the_page_goes_on_with_right_answers_of_another_kind(monkeypatch, capsys):
     # processes and files of their own
-    run_page(CELLS, ANSWERS, monkeypatch, without=("%%writefile", "import hashlib"))
-    assert capsys.readouterr().out.count("right: as expected") == len(ANSWERS)
+    answers = {"diagnose": exercises.diagnose.solve} | right_answers(exercises)
+    run_page(CELLS, answers, monkeypatch, without=("%%writefile", "import hashlib"))
+    assert capsys.readouterr().out.count("right: as expected") == len(answers) == 7
