@@ -1,11 +1,44 @@
-"""Run a lesson's whole page with answers to its exercises."""
+"""A committed notebook as a page: its words, code and outputs, and all of it run with answers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import matplotlib
+import nbformat
+
+from lib.core.files import ROOT
 
 FIRST_CELL = "# Find the workbook"
+
+
+class Page(NamedTuple):
+    cells: list
+    prose: str
+    """The Markdown cells on one line."""
+    source: str
+    """The code cells."""
+    outputs: str
+    """The printed texts."""
+
+    def said(self, pattern: str) -> tuple[str, ...]:
+        """The groups of a pattern that the prose has."""
+        return found(pattern, self.prose)
+
+
+def found(pattern: str, text: str) -> tuple[str, ...]:
+    """The groups of a pattern that a text has."""
+    match = re.search(pattern, text)
+    assert match, pattern
+    return match.groups()
+
+
+def read_page(name: str) -> Page:
+    cells = nbformat.read(ROOT / f"notebooks/{name}.ipynb", as_version=4).cells
+    texts = [c.source.replace("\n> ", "\n") for c in cells if c.cell_type == "markdown"]
+    source = "\n".join(c.source for c in cells if c.cell_type == "code")
+    outputs = "\n".join(out.get("text", "") for c in cells for out in c.get("outputs", ()))
+    return Page(cells, " ".join("\n".join(texts).split()), source, outputs)
 
 
 def run_page(

@@ -4,9 +4,7 @@ import functools
 import itertools
 import random
 import re
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 
@@ -21,8 +19,7 @@ from lib.lessons.ddp.exercises import (
 )
 from lib.lessons.exercise import draw_inputs, verdict
 from lib.lessons.ranks import run_on_threads
-
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks/08_ddp.ipynb"
+from tests.lessons.page import read_page
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -70,11 +67,7 @@ def test_buckets_are_those_of_the_wrapper(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_broken_function_of_the_notebook_is_first_told_who_waits_for_whom(seed):
-    (stub,) = (
-        cell.source
-        for cell in nbformat.read(NOTEBOOK, as_version=4).cells
-        if cell.source.startswith("def average(")
-    )
+    (stub,) = (c.source for c in read_page("08_ddp").cells if c.source.startswith("def average("))
     names: dict = {}
     exec(re.sub(r" +raise .*\n|exercises\..*", "", stub), names)
     text = verdict(average, names["average"], seed=seed)

@@ -1,21 +1,15 @@
 """Functions that cells of the lesson define, and the orders of all stages."""
 
-import json
-from pathlib import Path
-
 from lib.lessons.mesh.exercises import gpipe, one_f_one_b
-
-NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
+from tests.lessons.page import read_page
 
 
 def functions_of(name, names):
     """All names after the cell that begins with the function `name`, which uses `names`."""
-    for path in NOTEBOOKS.glob("11_*.ipynb"):
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-            if (source := "".join(cell["source"])).startswith(f"def {name}("):
-                exec(source, names := dict(names))
-                return names
-    raise LookupError(name)
+    cells = read_page("11_pipeline_context_mesh").cells
+    (source,) = (cell.source for cell in cells if cell.source.startswith(f"def {name}("))
+    exec(source, names := dict(names))
+    return names
 
 
 def gpipe_orders(ranks, micro_batches):

@@ -5,35 +5,28 @@ import math
 import re
 from types import FunctionType
 
-import nbformat
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lib.core.files import ROOT
 from lib.lessons.exercise import edited
 from lib.lessons.model import exercises
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import flops_per_token
 from lib.model.transformer import TransformerLM
 from tests.lessons.answers.table import right_answers
-from tests.lessons.page import run_page
+from tests.lessons.page import read_page, run_page
 
-CELLS = nbformat.read(ROOT / "notebooks/02_model.ipynb", as_version=4).cells
-PROSE = " ".join("\n".join(c.source for c in CELLS if c.cell_type == "markdown").split())
-SOURCE = "\n".join(c.source for c in CELLS if c.cell_type == "code")
-OUTPUTS = "\n".join(out.get("text", "") for c in CELLS for out in c.get("outputs", ()))
+PAGE = read_page("02_model")
 
 
-def said(pattern: str, text: str = PROSE) -> list[float]:
-    """The numbers that a pattern with groups finds in the page."""
-    found = re.search(pattern, text)
-    assert found, pattern
-    return [float(number.replace(",", "")) for number in found.groups()]
+def said(pattern: str) -> list[float]:
+    """The numbers that a pattern with groups finds in the prose."""
+    return [float(number.replace(",", "")) for number in PAGE.said(pattern)]
 
 
 def test_the_rule_for_parameters_is_off_where_the_page_says_so():
-    off = dict(re.findall(r"^(\S+) .* by the rule (\S+)%$", OUTPUTS, re.MULTILINE))
+    off = dict(re.findall(r"^(\S+) .* by the rule (\S+)%$", PAGE.outputs, re.MULTILINE))
     assert abs(int(off["tiny"])) < 2
     assert int(off["gpt2-124m"]) > 20
     assert int(off["xl"]) < -20
@@ -81,7 +74,10 @@ def steps_to_learn_by_heart(
     block = exercises.block.solve
     page["block"] = FunctionType(block.__code__, block.__globals__ | {"attend": attention})
     for name in needed:
-        exec(re.search(rf"^def {name}\(.*?(?=^\S|\Z)", SOURCE, re.DOTALL | re.MULTILINE)[0], page)
+        exec(
+            re.search(rf"^def {name}\(.*?(?=^\S|\Z)", PAGE.source, re.DOTALL | re.MULTILINE)[0],
+            page,
+        )
     shape = {"vocab_size": 500, "context_length": 32, "d_model": 64, "num_layers": 2}
     settings = ModelConfig(**shape, num_heads=4, d_ff=176)
     weights = page["init_weights"](settings, seed=0)
@@ -107,5 +103,5 @@ def test_without_a_mask_or_positions_a_batch_is_learned_in_about_as_many_steps()
 @pytest.mark.slow
 def test_the_page_goes_on_with_right_answers_of_another_kind(monkeypatch, capsys):
     answers = right_answers(exercises)
-    run_page(CELLS, answers, monkeypatch)
+    run_page(PAGE.cells, answers, monkeypatch)
     assert capsys.readouterr().out.count("right: as expected") == len(answers) == 8

@@ -1,15 +1,16 @@
 """What the exercises of notebook 04 rest on; answers to them: test_answers.py."""
 
 import inspect
+import subprocess
+import sys
 
-import nbformat
 import pytest
 
-from lib.core.files import ROOT
 from lib.lessons.profiling.exercises import naive_adamw
 from lib.lessons.profiling.records import anonymous_traces
 from lib.lessons.profiling.simulated import ToyTrainer
 from tests.lessons.answers.profiling import diagnose_by_category
+from tests.lessons.page import read_page
 
 
 @pytest.mark.parametrize(
@@ -38,8 +39,19 @@ def test_the_three_traces_are_of_three_kinds():
 
 
 def test_the_naive_update_is_the_one_of_the_notebook():
-    cells = nbformat.read(ROOT / "notebooks/04_profiling.ipynb", as_version=4).cells
-    lines = inspect.getsource(naive_adamw).splitlines()[2:]
-    assert any(
-        "def naive_adamw" in cell.source and "\n".join(lines) in cell.source for cell in cells
-    )
+    lines = ["def naive_adamw(p, g, m, v, lr):", *inspect.getsource(naive_adamw).splitlines()[2:]]
+    assert "\n".join(lines) in read_page("04_profiling").source
+
+
+def test_a_timed_call_imports_nothing():
+    """Importing takes PyTorch more than a second, most of the time limit."""
+    code = """if True:
+        import random, sys
+        from lib.lessons.profiling.exercises import frugal, loss_in_chunks
+        arguments = loss_in_chunks.draw(random.Random(0), 1)
+        loaded = set(sys.modules)
+        frugal(loss_in_chunks.solve, *arguments)
+        print(len(set(sys.modules) - loaded))
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "0", result.stderr

@@ -1,6 +1,5 @@
 """The speedrun: what is chosen for which machine, and training until a deadline."""
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -8,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.lessons.speedrun import plan as speedrun
 from lib.lessons.speedrun.plan import (
     H100,
@@ -18,10 +16,9 @@ from lib.lessons.speedrun.plan import (
     memory_rows,
     run_training,
 )
-from lib.model.config import ModelConfig
 from lib.profiling.memory_formula import rank_memory
-from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.metrics import read_metrics
+from tests.training.runs import small_pipeline, tokenized
 
 CPU = Machine("cpu", "a processor")
 A100 = Machine("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 10**9)
@@ -37,23 +34,9 @@ def values(machine, **settings):
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        (
-            TWO_T4,
-            {
-                "processes": 2,
-                "dtype": "float16",
-                "ddp_wrapper": "flashddp",
-                "low_precision_weights": False,
-            },
-        ),
-        (
-            H100,
-            {
-                "dtype": "bfloat16",
-                "cuda_graph": True,
-                "low_precision_weights": True,
-            },
-        ),
+        (TWO_T4, {"processes": 2, "dtype": "float16", "low_precision_weights": False}),
+        (TWO_T4, {"ddp_wrapper": "flashddp"}),
+        (H100, {"dtype": "bfloat16", "cuda_graph": True, "low_precision_weights": True}),
     ],
 )
 def test_the_chip_decides_the_dtype(machine, expected):
@@ -105,32 +88,11 @@ def test_compiling_is_for_full_runs_where_triton_is():
     assert not values(dataclasses.replace(H100, has_triton=False), minutes=None)["compile"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    config = TokenizeConfig(corpus_bytes=50_000, vocab_size=300, data_dir=folder, workers=1)
-    tokenize_corpus(config, progress_bar=lambda *_: contextlib.nullcontext(lambda count: None))
-    return config.output_dir
-
-
-@pytest.fixture
-def config(data, tmp_path):
-    return TrainConfig(
-        model=ModelConfig(context_length=16, d_model=16, num_layers=1, num_heads=1, d_ff=16),
-        optimizer=OptimizerConfig(warmup_steps=2),
-        data=data,
-        output=tmp_path / "run",
-        steps=12,
-        batch_size=2,
-        log_interval=2,
-        eval_interval=0,
-        eval_tokens=100,
-        device="cpu",
-    )
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_stops_at_the_deadline_and_goes_on_with_a_later_one(config, ranks):
+def test_training_stops_at_the_deadline_and_goes_on_with_a_later_one(tmp_path, ranks):
+    folders = {"data": tokenized(tmp_path, corpus_bytes=50_000), "output": tmp_path / "run"}
+    settings = {"steps": 12, "log_interval": 2, "eval_interval": 0}
+    config = small_pipeline(tmp_path, **folders, **settings).train
     plan = SimpleNamespace(ranks=ranks)
     stopped = run_training(plan, config, time.time())
     # where the first line of metrics is written, which notebook 12 reads
