@@ -42,6 +42,22 @@ def test_an_answer_is_right_or_fails_for_its_own_reason(answer):
     assert "It looks as if" in answer.words or "It looks as if" not in text
 
 
+GPU_KERNELS = {
+    "triton": ("copy", "add_bias", "transpose", "row_sums", "softmax"),
+    "flash_attention": ("flash_forward", "causal_forward", "backward_queries", "backward_keys"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("lesson", "name"), [(lesson, name) for lesson, names in GPU_KERNELS.items() for name in names]
+)
+def test_compiled_kernels_pass_too(lesson, name):
+    triton = pytest.importorskip("triton")
+    kernel = triton.jit(getattr(TOPICS[lesson], name).solve)
+    assert TOPICS[lesson].take(kernel) is kernel
+
+
 class Strange:
     """An object that can be neither compared nor shown."""
 

@@ -53,37 +53,6 @@ def test_a_message_arrives_though_its_sender_is_done():
     assert launch(send_to_one_that_is_late, 2, backend="gloo", timeout=20) == [0.0, 4e6]
 
 
-def test_ranks_that_wait_for_one_another_are_told_who_waits_for_whom():
-    def job(ranks):
-        ranks.receive(1 - ranks.number, like=torch.ones(2))
-
-    both = "rank 0 waits for message 1 of rank 1, rank 1 waits for message 1 of rank 0"
-    with pytest.raises(RuntimeError, match=f"forever: {both}"):
-        run_on_threads(job, 2)
-
-
-@pytest.mark.parametrize("elements", [5, 6])
-def test_reduce_scatter_takes_what_divides_by_the_ranks(elements):
-    def job(ranks):
-        return ranks.reduce_scatter(torch.ones(elements))
-
-    if elements % 2:
-        with pytest.raises(ValueError, match="2 equal slices, got 5 elements; pad to a multiple"):
-            run_on_threads(job, 2)
-    else:
-        assert [len(part) for part in run_on_threads(job, 2)] == [3, 3]
-
-
-def test_a_rank_that_ends_early_leaves_nobody_waiting():
-    def job(ranks):
-        for _ in range(1 + (ranks.number == 1)):
-            ranks.all_reduce(torch.ones(2))
-
-    words = "rank 1 waits in all_reduce, its collective 2, rank 0 has ended"
-    with pytest.raises(RuntimeError, match=words):
-        run_on_threads(job, 2)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_a_rank_that_ends_by_any_error_leaves_nobody_waiting(error):
     def job(ranks):
@@ -113,6 +82,10 @@ def test_of_ranks_that_fail_the_lowest_rank_s_error_is_raised_though_others_were
     [
         (lambda r: r.all_reduce(torch.ones(2 + r.number)), r"of one shape, got the shapes \(2,\)"),
         (lambda r: r.all_gather(torch.ones(2, 2)), "takes flat tensors"),
+        (
+            lambda r: r.reduce_scatter(torch.ones(5)),
+            "2 equal slices, got 5 elements; pad to a multiple",
+        ),
         (lambda r: r.all_reduce(2), "all_reduce takes a tensor, got 2"),
         (
             lambda r: (r.all_gather if r.number else r.all_reduce)(torch.ones(2)),
@@ -122,9 +95,17 @@ def test_of_ranks_that_fail_the_lowest_rank_s_error_is_raised_though_others_were
             lambda r: (r.send(torch.ones(3), 1 - r.number), r.receive(1 - r.number, torch.ones(2))),
             r"must have the shape \(2,\), got \(3,\)",
         ),
+        (
+            lambda r: r.receive(1 - r.number, like=torch.ones(2)),
+            "rank 0 waits for message 1 of rank 1, rank 1 waits for message 1 of rank 0",
+        ),
+        (
+            lambda r: [r.all_reduce(torch.ones(2)) for _ in range(1 + r.number)],
+            "rank 1 waits in all_reduce, its collective 2, rank 0 has ended",
+        ),
     ],
 )
-def test_messages_that_do_not_fit_are_named(job, words):
+def test_calls_that_do_not_fit_and_ranks_that_wait_forever_are_named(job, words):
     with pytest.raises((RuntimeError, TypeError, ValueError), match=words):
         run_on_threads(job, 2)
 

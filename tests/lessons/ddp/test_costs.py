@@ -5,7 +5,6 @@ import pytest
 from lib.lessons.ddp import costs
 from lib.lessons.ddp.costs import (
     CLUSTERS,
-    COLLECTIVES_OF,
     Cluster,
     Interference,
     predict_scaling,
@@ -123,15 +122,8 @@ def test_a_slower_network_never_scales_better():
     assert len(set(efficiency)) == len(efficiency)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_zero1_sends_what_plain_data_parallelism_does_and_broadcasts_send_more(ranks):
-    share = (ranks - 1) / ranks
-    expected = {"ddp": 2, "zero1_parameters": 3, "zero1_flat": 2, "zero2": 2, "zero3": 3}
-    assert {method: sent_bytes(method, 900, ranks) for method in COLLECTIVES_OF} == {
-        method: pytest.approx(factor * share * 900) for method, factor in expected.items()
-    }
-
-
-def test_an_unknown_method_is_refused():
+def test_zero2_sends_what_zero1_does_and_an_unknown_method_is_refused():
+    # of the others, an exercise of notebook 09 has the formula, too
+    assert sent_bytes("zero2", 900, 3) == sent_bytes("zero1_flat", 900, 3)
     with pytest.raises(ValueError, match=r"method must be one of ddp, .* got 'zero9'"):
         sent_bytes("zero9", 1, 2)

@@ -10,8 +10,6 @@ from lib.lessons.fsdp.exercises import (
     clip,
     prefetching,
     reduce_scatter,
-    sharded_mlp,
-    tensor_parallel_mlp,
 )
 from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import run_on_threads
@@ -45,33 +43,6 @@ def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(caps
     mine = edited(prefetching, "# forward", "# mine")
     assert exercises.take(mine, "order") is mine
     assert [line[:5] for line in capsys.readouterr().out.splitlines()] == ["not a", "right"]
-
-
-def test_what_ranks_compute_of_an_mlp_is_what_one_process_computes():
-    shapes = (2, 4, 6), (12, 6), (6, 12), (2, 4, 6)
-    x, w1, w2, grad_y = (torch.randn(shape) for shape in shapes)
-    whole = torch.cat([w1.flatten(), w2.flatten()])
-    given = [tensor.clone().requires_grad_() for tensor in (x, w1, w2)]
-    y = (given[0] @ given[1].T).relu() @ given[2].T
-    grad_x, grad_w1, grad_w2 = torch.autograd.grad(y, given, grad_y)
-
-    def in_shards(ranks):
-        me = ranks.number
-        y, backward = sharded_mlp.solve(x[me], whole.chunk(2)[me], 12, ranks)
-        return y, *backward(grad_y[me])
-
-    mean = torch.cat([grad_w1.flatten(), grad_w2.flatten()]) / 2
-    for me, found in enumerate(run_on_threads(in_shards, 2)):
-        torch.testing.assert_close(found, (y[me].detach(), grad_x[me], mean.chunk(2)[me]))
-
-    def in_parts(ranks):
-        y, backward = tensor_parallel_mlp.solve(x.flatten(0, 1), w1, w2, ranks)
-        return y, *backward(grad_y.flatten(0, 1))
-
-    for me, found in enumerate(run_on_threads(in_parts, 2)):
-        parts = grad_w1.chunk(2)[me], grad_w2.chunk(2, dim=1)[me]
-        both = (y.detach().flatten(0, 1), grad_x.flatten(0, 1))
-        torch.testing.assert_close(found, (*both, *parts))
 
 
 def test_ranks_have_sequences_of_their_own():

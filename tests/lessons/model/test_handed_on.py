@@ -44,15 +44,23 @@ def saved(tmp_path, monkeypatch):
     return save
 
 
+SOLUTIONS = "rotate: the solution, attention: the solution, block: the solution\n"
+OWN_BLOCK = """
+def block(x, w, num_heads, rope):
+    parts = w["attn.qkv_proj.weight"].tensor_split(3)
+    normed = rms_norm(x, w["ln1.weight"])
+    x = x + attention(normed, *parts, w["attn.output_proj.weight"], num_heads, rope)
+    normed = rms_norm(x, w["ln2.weight"])
+    return x + swiglu(normed, w["ffn.w13.weight"], w["ffn.w2.weight"])"""
+WITH_CONSTANTS = OWN_ROTATE.replace("\ndef angles", "INFINITE = -torch.inf\ndef angles", 1)
+
+
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_saved, capsys):
     if is_saved:
         saved()
     model = model_of_notebook_02()
-    assert (
-        capsys.readouterr().out
-        == "rotate: the solution, attention: the solution, block: the solution\n"
-    )
+    assert capsys.readouterr().out == SOLUTIONS
     theirs = TransformerLM(SHAPE)
     weights = model.init_weights(SHAPE, seed=0)
     theirs.load_state_dict(weights)
@@ -60,47 +68,41 @@ def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_save
     assert torch.allclose(model.transformer(weights, x, SHAPE), theirs(x), atol=1e-5)
 
 
-def test_an_answer_with_a_function_of_its_own_is_taken_and_a_wrong_one_is_not(saved, capsys):
-    saved(rotate=OWN_ROTATE, attention="def attention(x, *given):\n    return x")
+@pytest.mark.parametrize(
+    ("sources", "begins", "ends"),
+    [
+        # a function of its own goes with an answer, and so do constants
+        (
+            {"rotate": OWN_ROTATE, "attention": "def attention(x, *given):\n    return x"},
+            "attention: not yet: attention(",
+            "rotate: yours, attention: the solution, block: the solution\n",
+        ),
+        (
+            {"rotate": WITH_CONSTANTS},
+            "",
+            SOLUTIONS.replace("rotate: the solution", "rotate: yours"),
+        ),
+        # a block is taken though the attention in it is the solution
+        ({"block": OWN_BLOCK}, "", "attention: the solution, block: yours\n"),
+        (
+            {"rotate": "def rotate(x, theta:\n    return x"},
+            "rotate: 02_model.ipynb has no function rotate; or its cell has a syntax error",
+            SOLUTIONS,
+        ),
+    ],
+    ids=["own function", "constants", "block", "syntax error"],
+)
+def test_right_answers_are_taken_and_wrong_ones_are_not(sources, begins, ends, saved, capsys):
+    saved(**sources)
     model = model_of_notebook_02()
     said = capsys.readouterr().out
-    assert said.startswith("attention: not yet: attention(")
-    assert said.endswith("rotate: yours, attention: the solution, block: the solution\n")
-    assert "angles_of" in model.rotate.__code__.co_names
-    assert model.rotate is not rotate.solve
+    assert said.startswith(begins)
+    assert said.endswith(ends)
+    assert (model.rotate is rotate.solve) == ("rotate: yours" not in said)
+    assert model.attention is attention.solve
     # the other functions use them, too
     assert model.transformer.__globals__["rotate"] is model.rotate
-    assert model.attention is attention.solve
-
-
-def test_a_block_is_taken_though_the_attention_in_it_is_the_solution(saved, capsys):
-    own = """
-def block(x, w, num_heads, rope):
-    parts = w["attn.qkv_proj.weight"].tensor_split(3)
-    normed = rms_norm(x, w["ln1.weight"])
-    x = x + attention(normed, *parts, w["attn.output_proj.weight"], num_heads, rope)
-    normed = rms_norm(x, w["ln2.weight"])
-    return x + swiglu(normed, w["ffn.w13.weight"], w["ffn.w2.weight"])"""
-    saved(block=own)
-    model = model_of_notebook_02()
-    assert capsys.readouterr().out.endswith("attention: the solution, block: yours\n")
     assert model.block.__globals__["attention"] is model.attention
-
-
-def test_a_constant_goes_on_with_the_answer_that_uses_it(saved, capsys):
-    saved(
-        rotate=OWN_ROTATE.replace("\ndef angles", "HALF = 2\nINFINITE = -torch.inf\ndef angles", 1)
-    )
-    model_of_notebook_02()
-    assert "rotate: yours" in capsys.readouterr().out
-
-
-def test_an_exercise_that_cannot_be_read_is_the_solution(saved, capsys):
-    saved(rotate="def rotate(x, theta:\n    return x")
-    model_of_notebook_02()
-    said = capsys.readouterr().out
-    assert "rotate: 02_model.ipynb has no function rotate; or its cell has a syntax error" in said
-    assert said.endswith("rotate: the solution, attention: the solution, block: the solution\n")
 
 
 def test_a_cell_that_cannot_be_read_is_named(saved):

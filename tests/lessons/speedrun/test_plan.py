@@ -22,13 +22,14 @@ from tests.training.runs import small_pipeline, tokenized
 
 CPU = Machine("cpu", "a processor")
 A100 = Machine("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 10**9)
+SMALL = Machine("cuda", "NVIDIA A2", 1, (8, 6), 4 * 10**9)
+NARROW = dataclasses.replace(TWO_T4, memory_bytes=16 * 10**8)
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 
-def values(machine, **settings):
-    plan = choose(machine, **({"minutes": 20} | settings))
-    return {setting.name: setting.value for setting in plan.settings}
+def values(machine, minutes):
+    return {setting.name: setting.value for setting in choose(machine, minutes=minutes).settings}
 
 
 @pytest.mark.parametrize(
@@ -37,10 +38,25 @@ def values(machine, **settings):
         (TWO_T4, {"processes": 2, "dtype": "float16", "low_precision_weights": False}),
         (TWO_T4, {"ddp_wrapper": "flashddp"}),
         (H100, {"dtype": "bfloat16", "cuda_graph": True, "low_precision_weights": True}),
+        # the optimizer is sharded where it would crowd the GPU
+        (TWO_T4, {"sharded_optimizer": "none"}),
+        (NARROW, {"sharded_optimizer": "zero1", "ddp_wrapper": "none"}),
+        # gradients of several passes are not added up in bfloat16
+        (SMALL, {"dtype": "bfloat16", "low_precision_weights": False}),
+        # compiling is for full runs where Triton is
+        (H100, {"compile": False}),
+        (H100, {"minutes": None, "compile": True}),
+        (dataclasses.replace(H100, has_triton=False), {"minutes": None, "compile": False}),
     ],
 )
-def test_the_chip_decides_the_dtype(machine, expected):
-    assert expected.items() <= values(machine).items()
+def test_the_machine_decides_the_settings(machine, expected):
+    minutes = expected.get("minutes", 20)
+    chosen = {"minutes": minutes} | values(machine, minutes=minutes)
+    assert expected.items() <= chosen.items()
+
+
+def test_a_small_gpu_takes_several_passes():
+    assert choose(SMALL, minutes=20).train.gradient_accumulation_steps > 1
 
 
 @pytest.mark.parametrize("machine", [CPU, TWO_T4, H100, A100])
@@ -67,25 +83,6 @@ def test_the_batch_fits_into_the_memory(memory_gb):
     needed = rank_memory(model, ranks=2, batch_size=train.batch_size, dtype="float16").peak
     assert needed < machine.memory_bytes
     assert train.batch_size * train.gradient_accumulation_steps == 128
-
-
-def test_gradients_of_several_passes_are_not_added_up_in_bfloat16():
-    small = Machine("cuda", "NVIDIA A2", 1, (8, 6), 4 * 10**9)
-    chosen = values(small)
-    assert (chosen["dtype"], chosen["low_precision_weights"]) == ("bfloat16", False)
-    assert choose(small, minutes=20).train.gradient_accumulation_steps > 1
-
-
-def test_the_optimizer_is_sharded_where_it_would_crowd_the_gpu():
-    assert values(TWO_T4)["sharded_optimizer"] == "none"
-    narrow = values(dataclasses.replace(TWO_T4, memory_bytes=16 * 10**8))
-    assert (narrow["sharded_optimizer"], narrow["ddp_wrapper"]) == ("zero1", "none")
-
-
-def test_compiling_is_for_full_runs_where_triton_is():
-    assert not values(H100, minutes=20)["compile"]
-    assert values(H100, minutes=None)["compile"]
-    assert not values(dataclasses.replace(H100, has_triton=False), minutes=None)["compile"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
