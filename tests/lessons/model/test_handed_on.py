@@ -102,7 +102,8 @@ def test_right_answers_are_taken_and_wrong_ones_are_not(sources, begins, ends, s
     assert model.attention is attention.solve
     # the other functions use them, too
     assert model.transformer.__globals__["rotate"] is model.rotate
-    assert model.block.__globals__["attention"] is model.attention
+    if "block: yours" in said:
+        assert model.block.__globals__["attention"] is model.attention
 
 
 def test_a_cell_that_cannot_be_read_is_named(saved):

@@ -89,7 +89,7 @@ def test_the_batch_fits_into_the_memory(memory_gb):
 def test_training_stops_at_the_deadline_and_goes_on_with_a_later_one(tmp_path, ranks):
     folders = {"data": tokenized(tmp_path, corpus_bytes=50_000), "output": tmp_path / "run"}
     settings = {"steps": 12, "log_interval": 2, "eval_interval": 0}
-    config = small_pipeline(tmp_path, **folders, **settings).train
+    config = small_pipeline(tmp_path, "A", **folders, **settings).train
     plan = SimpleNamespace(ranks=ranks)
     stopped = run_training(plan, config, time.time())
     # where the first line of metrics is written, which notebook 12 reads

@@ -67,7 +67,7 @@ def test_its_card_gives_the_figures_of_its_record(story_model):
 def run(tmp_path_factory):
     """The folder of a training run of a second."""
     folder = tmp_path_factory.mktemp("story")
-    run_pipeline(small_pipeline(folder, output=folder / "run"), progress_bar=silent)
+    run_pipeline(small_pipeline(folder, "A", output=folder / "run"), progress_bar=silent)
     return folder / "run"
 
 
