@@ -52,7 +52,9 @@ def block(x, w, num_heads, rope):
     x = x + attention(normed, *parts, w["attn.output_proj.weight"], num_heads, rope)
     normed = rms_norm(x, w["ln2.weight"])
     return x + swiglu(normed, w["ffn.w13.weight"], w["ffn.w2.weight"])"""
-WITH_CONSTANTS = OWN_ROTATE.replace("\ndef angles", "INFINITE = -torch.inf\ndef angles", 1)
+WITH_CONSTANT = OWN_ROTATE.replace("shape[-1], 2)", "shape[-1], STEP)").replace(
+    "\ndef rotate", "\nSTEP = 2\n\n\ndef rotate"
+)
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
@@ -71,14 +73,14 @@ def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_save
 @pytest.mark.parametrize(
     ("sources", "begins", "ends"),
     [
-        # a function of its own goes with an answer, and so do constants
+        # a function of its own goes with an answer, and so does a constant
         (
             {"rotate": OWN_ROTATE, "attention": "def attention(x, *given):\n    return x"},
             "attention: not yet: attention(",
             "rotate: yours, attention: the solution, block: the solution\n",
         ),
         (
-            {"rotate": WITH_CONSTANTS},
+            {"rotate": WITH_CONSTANT},
             "",
             SOLUTIONS.replace("rotate: the solution", "rotate: yours"),
         ),
@@ -90,7 +92,7 @@ def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_save
             SOLUTIONS,
         ),
     ],
-    ids=["own function", "constants", "block", "syntax error"],
+    ids=["own function", "constant", "block", "syntax error"],
 )
 def test_right_answers_are_taken_and_wrong_ones_are_not(sources, begins, ends, saved, capsys):
     saved(**sources)
