@@ -1,5 +1,6 @@
 """The committed model: whole, small, deterministic, and as good as its record says."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -8,13 +9,13 @@ import pytest
 
 from lib.core.files import claim_folder
 from lib.core.settings import from_json
+from lib.data.prepare import TokenizeConfig
 from lib.lessons.start.story import FOLDER, StoryConfig, evaluate_on_stories, keep, load_story_model
-from lib.training.config import TrainConfig
+from lib.model.config import ModelConfig
+from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
 from lib.training.pipeline import run_pipeline
-from tests.data.books import silent
-from tests.training.runs import small_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,22 @@ def test_its_card_gives_the_figures_of_its_record(story_model):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a training run of a second."""
-    folder = tmp_path_factory.mktemp("story")
-    run_pipeline(small_pipeline(folder, "A", output=folder / "run"), progress_bar=silent)
-    return folder / "run"
+    """The folder of a training run of two steps."""
+    tmp_path = tmp_path_factory.mktemp("story")
+    config = PipelineConfig(
+        TokenizeConfig(corpus_bytes=50_000, vocab_size=300, data_dir=tmp_path, workers=1),
+        TrainConfig(
+            model=ModelConfig(context_length=16, d_model=16, num_layers=1, num_heads=1, d_ff=16),
+            optimizer=OptimizerConfig(warmup_steps=1),
+            output=tmp_path / "run",
+            steps=2,
+            batch_size=2,
+            device="cpu",
+        ),
+        SampleConfig(max_new_tokens=1),
+    )
+    run_pipeline(config, progress_bar=lambda *_: contextlib.nullcontext(lambda count: None))
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize("output", ["run", "own"])
