@@ -9,33 +9,22 @@ import pytest
 import torch
 
 from lib.lessons import exercise
-from lib.lessons.exercise import draw_inputs, verdict
-from lib.lessons.play import on_processes
-from tests.lessons.answers.table import ANSWERS, Answer
+from lib.lessons.exercise import verdict
+from tests.lessons.answers.table import ANSWERS
 from tests.lessons.interpreter import no_overflow_checks
 from tests.lessons.test_exercise import CHECKED, TOPICS
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
 FILES = {path.stem for path in (Path(__file__).parent / "answers").glob("*.py")}
 # without Triton, which is for Linux, some lessons are not there
 for lesson in sorted(FILES & TOPICS.keys()):
     importlib.import_module(f"tests.lessons.answers.{lesson}")
 
 
-def verdict_on(answer: Answer) -> str:
-    """What `check` prints, but always of the same inputs."""
-    asked, attempt = answer.exercise, answer.attempt
-    # readers run right answers with these checks
-    with contextlib.nullcontext() if answer.is_right else no_overflow_checks():
-        text = verdict(asked, attempt, seed=0)
-    if "processes" in answer.words:
-        text = on_processes(asked, attempt, text, draw_inputs(asked, 0)[-1])
-    return text
-
-
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
 def test_an_answer_is_right_or_fails_for_its_own_reason(answer):
-    text = verdict_on(answer)
+    # readers run right answers with these checks
+    with contextlib.nullcontext() if answer.is_right else no_overflow_checks():
+        text = verdict(answer.exercise, answer.attempt, seed=0)
     assert text.startswith("right" if answer.is_right else "not yet")
     assert answer.words in text
     # what a named mistake finds needs no answer here

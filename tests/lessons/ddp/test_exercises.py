@@ -21,8 +21,6 @@ from lib.lessons.exercise import draw_inputs, verdict
 from lib.lessons.ranks import run_on_threads
 from tests.lessons.page import read_page
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
-
 
 def test_the_mean_of_unequal_batches_is_the_gradient_of_all():
     w = torch.tensor([1.0, -2.0, 3.0], requires_grad=True)

@@ -1,5 +1,7 @@
 """The exercises of notebook 10 on ranks; answers to them: test_answers.py."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,8 @@ from lib.lessons.fsdp.exercises import (
     reduce_scatter,
 )
 from lib.lessons.fsdp.toys import batch, mlp
-from lib.lessons.ranks import run_on_threads
+from lib.lessons.ranks import Threads, run_on_threads
+from tests.lessons.answers.fsdp import block_computed_again_by_autograd, by_autograd
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -43,6 +46,30 @@ def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(caps
     mine = edited(prefetching, "# forward", "# mine")
     assert exercises.take(mine, "order") is mine
     assert [line[:5] for line in capsys.readouterr().out.splitlines()] == ["not a", "right"]
+
+
+def off_on_processes(x, w1, w2, ranks):
+    y, backward = by_autograd(x, w1, w2, ranks)
+    factor = 1 if isinstance(ranks, Threads) else 1.01
+
+    def nearly(grad_y):
+        *others, grad_w2 = backward(grad_y)
+        return *others, factor * grad_w2
+
+    return y, nearly
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt", "said"),
+    [
+        ("sharded_mlp", block_computed_again_by_autograd, r"right: .*\n  on 2 processes, too"),
+        ("tensor_parallel_mlp", by_autograd, r"right: .*\n  on 2 processes, too"),
+        ("tensor_parallel_mlp", off_on_processes, r"not yet: .*; on 2 processes, rank \d, grad_w2"),
+    ],
+)
+def test_backward_by_autograd_is_right_on_processes_too(name, attempt, said, capsys):
+    exercises.check(attempt, name)
+    assert re.match(said, capsys.readouterr().out)
 
 
 def test_ranks_have_sequences_of_their_own():
