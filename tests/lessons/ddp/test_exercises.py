@@ -10,13 +10,7 @@ import torch
 
 from lib.ddp.flat import fill_buckets
 from lib.lessons.ddp import exercises
-from lib.lessons.ddp.exercises import (
-    assign_buckets,
-    average,
-    data_parallel,
-    mean_gradient,
-    plan,
-)
+from lib.lessons.ddp.exercises import assign_buckets, average, data_parallel, mean_gradient, plan
 from lib.lessons.exercise import draw_inputs, verdict
 from lib.lessons.ranks import run_on_threads
 from tests.lessons.page import read_page

@@ -14,13 +14,7 @@ pytest.importorskip("triton")
 
 from lib.core.records import new_record, read_records, records
 from lib.lessons.flash_attention import ladder_record
-from lib.lessons.flash_attention.ladder_triton import (
-    LADDER,
-    base_2,
-    diff,
-    every_tile,
-    run_rung,
-)
+from lib.lessons.flash_attention.ladder_triton import LADDER, base_2, diff, every_tile, run_rung
 from lib.lessons.triton.compile_triton import compile_for
 from lib.lessons.triton.recorder_triton import watch
 

@@ -8,11 +8,7 @@ from torch import nn
 
 from lib.lessons.exercise import edited
 from lib.lessons.fsdp import exercises
-from lib.lessons.fsdp.exercises import (
-    clip,
-    prefetching,
-    reduce_scatter,
-)
+from lib.lessons.fsdp.exercises import clip, prefetching, reduce_scatter
 from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import Threads, run_on_threads
 from tests.lessons.answers.fsdp import block_computed_again_by_autograd, by_autograd

@@ -5,15 +5,7 @@ import dataclasses
 import pytest
 
 from lib.lessons.mesh import layouts as module
-from lib.lessons.mesh.layouts import (
-    MACHINES,
-    MODELS,
-    Layout,
-    cost,
-    fastest,
-    fits,
-    layouts,
-)
+from lib.lessons.mesh.layouts import MACHINES, MODELS, Layout, cost, fastest, fits, layouts
 from lib.lessons.mesh.schedules import play
 from lib.model.config import model_preset
 from lib.model.costs import flops_by_part, flops_per_token

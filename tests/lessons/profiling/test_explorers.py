@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from lib.lessons.profiling.explorers import (
-    make_step,
-    memory_image,
-    profile_step_memory,
-    trace_of,
-)
+from lib.lessons.profiling.explorers import make_step, memory_image, profile_step_memory, trace_of
 from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
 

@@ -8,14 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lib.lessons.speedrun import plan as speedrun
-from lib.lessons.speedrun.plan import (
-    H100,
-    TWO_T4,
-    Machine,
-    choose,
-    memory_rows,
-    run_training,
-)
+from lib.lessons.speedrun.plan import H100, TWO_T4, Machine, choose, memory_rows, run_training
 from lib.profiling.memory_formula import rank_memory
 from lib.training.metrics import read_metrics
 from tests.training.runs import small_pipeline, tokenized

@@ -5,10 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from lib.core import figures
-from lib.lessons.training.explorers import (
-    LossCurve,
-    draw_losses,
-)
+from lib.lessons.training.explorers import LossCurve, draw_losses
 
 
 @pytest.fixture

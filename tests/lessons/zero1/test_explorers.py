@@ -2,13 +2,7 @@
 
 import pytest
 
-from lib.lessons.zero1.explorers import (
-    PRECISIONS,
-    STAGES,
-    memory_kinds,
-    stage_memory,
-    verdict,
-)
+from lib.lessons.zero1.explorers import PRECISIONS, STAGES, memory_kinds, stage_memory, verdict
 from lib.lessons.zero1.figures import KINDS
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters, parameters_by_part
