@@ -13,16 +13,24 @@ from lib.lessons.exercise import Exercise, edited
 
 class Answer(NamedTuple):
     exercise: Exercise
-    attempt: Callable
+    answer: Callable | tuple[str, ...]
+    """The reader's function, or the texts of an edit of the solution (`edited`)."""
+
     is_right: bool
     words: str
     """What the verdict must have, too."""
 
     @property
+    def attempt(self) -> Callable:
+        if callable(self.answer):
+            return self.answer
+        return edited(self.exercise.solve, *self.answer)
+
+    @property
     def name(self) -> str:
         lesson = self.exercise.solve.__module__.split(".")[2]
-        attempt = getattr(self.attempt, "__name__", "kernel").strip("<>")
-        return f"{lesson}.{self.exercise.solve.__name__}-{attempt}"
+        answer = getattr(self.answer, "__name__", "edited").strip("<>")
+        return f"{lesson}.{self.exercise.solve.__name__}-{answer}"
 
 
 ANSWERS: list[Answer] = []
@@ -39,19 +47,23 @@ def wrong(exercise: Exercise, words: str = "") -> Callable[[Callable], Callable]
 
 
 def right_edit(exercise: Exercise, *texts: str) -> None:
-    """Add the solution with texts replaced (`edited`), which must pass."""
-    right(exercise)(edited(exercise.solve, *texts))
+    """Add the solution with texts replaced, which must pass."""
+    ANSWERS.append(Answer(exercise, texts, True, ""))
 
 
 def wrong_edit(exercise: Exercise, words: str, *texts: str) -> None:
-    """Add the solution with texts replaced (`edited`), which must fail."""
-    wrong(exercise, words)(edited(exercise.solve, *texts))
+    """Add the solution with texts replaced, which must fail."""
+    ANSWERS.append(Answer(exercise, texts, False, words))
 
 
 def right_answers(topic: ModuleType) -> dict[str, Callable]:
     """For each exercise of a lesson by its name, the first right answer in the table."""
     found: dict[str, Callable] = {}
     for answer in ANSWERS:
-        if answer.is_right and answer.exercise.solve.__module__ == topic.__name__:
-            found.setdefault(answer.exercise.solve.__name__, answer.attempt)
+        if (
+            callable(answer.answer)
+            and answer.is_right
+            and answer.exercise.solve.__module__ == topic.__name__
+        ):
+            found.setdefault(answer.exercise.solve.__name__, answer.answer)
     return found
