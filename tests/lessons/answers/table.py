@@ -4,6 +4,7 @@ An answer is a function below `@right(exercise)` or `@wrong(exercise, "words of 
 an edit of the solution. What a named mistake of the exercise finds needs no row.
 """
 
+import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -58,6 +59,7 @@ def wrong_edit(exercise: Exercise, words: str, *texts: str) -> None:
 
 def right_answers(topic: ModuleType) -> dict[str, Callable]:
     """For each exercise of a lesson by its name, the first right answer in the table."""
+    importlib.import_module(f"{__package__}.{topic.__name__.split('.')[2]}")
     found: dict[str, Callable] = {}
     for answer in ANSWERS:
         if (
