@@ -39,12 +39,20 @@ ANSWERS: list[Answer] = []
 
 def right(exercise: Exercise, words: str = "") -> Callable[[Callable], Callable]:
     """Add the function below: an answer that must pass."""
-    return lambda attempt: ANSWERS.append(Answer(exercise, attempt, True, words)) or attempt
+    return _adding(exercise, words, is_right=True)
 
 
 def wrong(exercise: Exercise, words: str = "") -> Callable[[Callable], Callable]:
     """Add the function below: an answer that must fail for the reason that `words` give."""
-    return lambda attempt: ANSWERS.append(Answer(exercise, attempt, False, words)) or attempt
+    return _adding(exercise, words, is_right=False)
+
+
+def _adding(exercise: Exercise, words: str, *, is_right: bool) -> Callable[[Callable], Callable]:
+    def add(attempt: Callable) -> Callable:
+        ANSWERS.append(Answer(exercise, attempt, is_right, words))
+        return attempt
+
+    return add
 
 
 def right_edit(exercise: Exercise, *texts: str) -> None:
@@ -61,11 +69,7 @@ def right_answers(topic: ModuleType) -> dict[str, Callable]:
     """For each exercise of a lesson by its name, the first right answer in the table."""
     importlib.import_module(f"{__package__}.{topic.__name__.split('.')[2]}")
     found: dict[str, Callable] = {}
-    for answer in ANSWERS:
-        if (
-            callable(answer.answer)
-            and answer.is_right
-            and answer.exercise.solve.__module__ == topic.__name__
-        ):
-            found.setdefault(answer.exercise.solve.__name__, answer.answer)
+    for asked, answer, is_right, _ in ANSWERS:
+        if is_right and callable(answer) and asked.solve.__module__ == topic.__name__:
+            found.setdefault(asked.solve.__name__, answer)
     return found
