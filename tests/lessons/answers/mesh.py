@@ -3,7 +3,7 @@
 import torch
 
 from lib.lessons.mesh import context, exercises
-from tests.lessons.answers.table import right, wrong
+from tests.lessons.answers.table import right, wrong, wrong_edit
 
 
 def run_stage(events, stage, loss, micro_batches, ranks, *, receive, spoil=lambda x: None):
@@ -51,6 +51,14 @@ def received_in_place(*given):
         return x
 
     run_stage(*given, receive=in_place)
+
+
+# a warm-up of twice as many, which holds too much
+wrong_edit(
+    exercises.one_f_one_b,
+    "micro-batches that stage 0 holds: yours 3, at most 2",
+    *("min(ranks - 1 - rank, ", "min(2 * (ranks - 1 - rank), "),
+)
 
 
 @right(exercises.ring_attention)
