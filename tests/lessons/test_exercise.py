@@ -305,7 +305,9 @@ def test_a_stub_that_is_half_done_is_not_attempted():
 
 
 def test_inputs_are_fresh_and_can_be_repeated():
-    assert len({verdict(encode_ranked, lambda *_: None) for _ in range(5)}) > 1
+    # the first input is often the empty text
+    first = verdict(encode_ranked, lambda *_: None)
+    assert any(verdict(encode_ranked, lambda *_: None) != first for _ in range(40))
     assert len({verdict(encode_ranked, lambda *_: None, seed=3) for _ in range(5)}) == 1
 
 
