@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from lib.__main__ import Command, config_of, load
-from lib.core.settings import PositiveInt, settings
-from lib.tools.benchmarks import harness
-from lib.tools.benchmarks.sections import Report
 from lib.tools.publish.submissions import POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +89,6 @@ def test_the_benchmark_that_is_shown_is_a_command_as_it_is_added(monkeypatch):
     (entry,) = [block for block in blocks if '"benchmark softmax": Command(' in block]
     module = types.ModuleType("lib.tools.benchmarks.softmax")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    vars(module).update(vars(harness), settings=settings, PositiveInt=PositiveInt, Report=Report)
     exec(source, vars(module))
     (command,) = eval(f"{{{entry}}}", {"Command": Command}).values()
     assert config_of(load(command.function)) is module.SoftmaxConfig

@@ -1,11 +1,15 @@
 """Every figure of the lessons: it draws, with a title and labels, and can be read aloud."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
 from lib.core.figures import alt_text
+from lib.core.files import ROOT
 from lib.lessons.ddp import figures as ddp
 from lib.lessons.ddp.ring import ring_all_reduce
 from lib.lessons.flash_attention import figures as flash
@@ -14,6 +18,7 @@ from lib.lessons.fsdp.orders import Played
 from lib.lessons.fsdp.orders import Span as Event
 from lib.lessons.hopper import figures as hopper
 from lib.lessons.hopper import timeline
+from lib.lessons.mesh import figures as mesh
 from lib.lessons.model.figures import show_differences
 from lib.lessons.profiling import figures as profiling
 from lib.lessons.profiling import records
@@ -55,6 +60,8 @@ TILES = pd.DataFrame(
     dtype=object,
 )
 OWNERS = {"round robin": [0, 1, 0], "largest first": [0, 1, 1]}
+SPANS = [(0, "forward", 0, 0.0, 1.0), (1, "forward", 0, 1.0, 2.0), (1, "backward", 0, 2.0, 4.0)]
+PAIRS = {"consecutive": [[3, 3], [0, 4]], "zigzag": [[3, 3], [2, 2]]}
 CONTEXTS = {"a": {256: 10e9, 512: 30e9}, "a, checkpoints": {256: 8e9, 512: 9e9}}
 
 
@@ -87,8 +94,17 @@ FIGURES = {
     "an order": lambda: show_step(ORDER, 1, 2, title="just in time"),
     "partitions": lambda: zero1.show_partitions([4, 2, 2], OWNERS, ranks=2),
     "flat": lambda: zero1.show_flat([5, 4], [(0, 6), (6, 12)], title="A buffer"),
+    "schedules": lambda: mesh.show_schedules({"GPipe": SPANS, "1F1B": SPANS}),
+    "work": lambda: mesh.show_work(PAIRS),
     "contexts": lambda: zero1.show_contexts(CONTEXTS, title="Long sequences"),
 }
+
+
+def test_each_figure_of_a_lesson_has_a_row():
+    files = (ROOT / "lib/lessons").glob("*/figures.py")
+    shown = {name for file in files for name in re.findall(r"def (show_\w+)", file.read_text())}
+    # a run of a kernel is drawn in triton/test_figures.py
+    assert shown - {"show_run"} <= set(re.findall(r"show_\w+", Path(__file__).read_text()))
 
 
 @pytest.mark.parametrize("name", FIGURES)
