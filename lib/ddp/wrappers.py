@@ -247,11 +247,11 @@ def _checked_wrapper(
     wrapper: str | type[Wrapper], group: dist.ProcessGroup | None
 ) -> type[Wrapper]:
     """The class of a wrapper that can average gradients in this group."""
-    if not isinstance(wrapper, str):
+    if isinstance(wrapper, type) and issubclass(wrapper, Wrapper):
         return wrapper
     known = ", ".join(WRAPPERS)
     require(
-        wrapper in WRAPPERS,
+        isinstance(wrapper, str) and wrapper in WRAPPERS,
         f"ddp_wrapper must be one of {known}, or a class such as TorchDDP of "
         f"lib.tools.peers.torch_ddp, got {wrapper!r}",
     )

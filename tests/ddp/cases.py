@@ -311,6 +311,14 @@ def check_settings_that_differ_between_ranks_are_named() -> None:
         "ddp_wrapper must average": lambda: wrap("none", stack()),
         # that one rank alone refuses, or that begins with another collective
         "rank 1: ddp_wrapper must be one of": lambda: wrap(("flat", "zero")[rank()], stack()),
+        "rank 1: ddp_wrapper must be one of none": lambda: wrap(
+            ("flat", None)[rank()],  # type: ignore[arg-type]
+            stack(),
+        ),
+        "rank 1: ddp_wrapper must be one of none, naive": lambda: wrap(
+            ("flat", nn.Linear)[rank()],  # type: ignore[arg-type]
+            stack(),
+        ),
         "rank 1: ddp_wrapper must average": lambda: wrap(("naive", "none")[rank()], stack()),
         "rank 1: bucket_cap_mb must be more than 0": lambda: BucketedDDP(
             stack(), bucket_cap_mb=1 - rank()

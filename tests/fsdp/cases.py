@@ -257,6 +257,36 @@ def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
     assert sum(gather_objects(len(made.state_dict()["ranges"]))) >= len(full)
 
 
+class Sometimes(nn.Module):
+    """A matrix that every pass uses, and one, with a bias that one rank holds, for some passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.some = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        return self.some(self.always(x)).sum() if uses_all else self.always(x).sum()
+
+
+def check_an_empty_shards_old_gradient_is_none() -> None:
+    """A parameter that no rank uses in a step stays as it is, whatever the step before had."""
+    alone, module = Sometimes(), FSDP(Sometimes())
+    plain = AdamW(alone.parameters(), lr=1e-2)
+    optimizer = ShardedOptimizer(
+        module.whole_parameters(), AdamW, strategy=module.shards_of, lr=1e-2
+    )
+    for uses_all in (True, False, True):
+        x = torch.ones(2, 6)
+        for one, steps in ((alone, plain), (module, optimizer)):
+            one(x, uses_all).backward()
+            if one is module:
+                module.finish_gradient_synchronization()
+            steps.step()
+            steps.zero_grad()
+    torch.testing.assert_close(module.full_parameters(), dict(alone.named_parameters()))
+
+
 def check_an_infinite_gradient_of_a_vector_has_an_infinite_norm() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(current_device())
     model = FSDP(module)

@@ -265,8 +265,8 @@ class Training:
         self.sampler = BatchSampler(
             len(self.tokens), case.context_length, batch_size, seed=config.seed, **share
         )
-        # losses are read after at most this many steps
-        log_interval = max(case.epochs * case.steps_per_epoch, config.trace_steps + 1, 3)
+        # losses are read after at most this many steps; the warm-up has at least four
+        log_interval = max(case.epochs * case.steps_per_epoch, config.trace_steps + 1, 4)
         settings = train_config(
             case, log_interval=log_interval, gradient_accumulation_steps=ranks_in_one
         )

@@ -307,6 +307,23 @@ def test_losses_are_compared_step_by_step_for_the_steps_that_there_are(case):
     assert compared_steps(case) == 4
 
 
+def losses_of_the_warm_up(case, config) -> list[float]:
+    """The losses of a training whose warm-up has more steps than its epochs."""
+    training = Training(case, config, Groups(None, None))
+    training.train(3)
+    training.finish_warm_up(config, 3)
+    return training.losses
+
+
+def test_no_loss_of_a_long_warm_up_is_lost():
+    short = {**SMALL, "epochs": 2, "timed_epochs": 1, "steps_per_epoch": 1, "trace_steps": 0}
+    config = LmMatrixConfig(**short, kernels=("sdpa",), wrappers=("flat",))
+    [case] = cases_of(LmMatrixConfig, **short, kernels=("sdpa",), wrappers=("flat",))
+    for losses in launch(losses_of_the_warm_up, 2, case, config, backend="gloo", timeout=60):
+        assert losses[0] == pytest.approx(math.log(MODEL_PRESETS["tiny"].vocab_size), rel=0.01)
+        assert len(losses) == 2
+
+
 def test_an_epoch_is_one_pass_over_skewed_tokens(case):
     tokens = skewed_tokens(case, seed=0)
     length, batch_size = case.context_length, case.tr_batch_size
