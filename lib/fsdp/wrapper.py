@@ -392,11 +392,14 @@ class FSDP(GradientSync, Wrapper):
         vectors = [param for param in self.vectors.values() if param.requires_grad]
         has_grad = [param.grad is not None for param in vectors]
         for flat in flats:
-            # this rank's own, or a mean of before; that of an empty shard may be an old one, which
-            # an optimizer of the other shards does not clear
+            # this rank's own, or a mean of before; but not that of an empty part, which may be an
+            # old one, as an optimizer of the other shards does not clear it
             has_grad += [
                 index in flat.seen
-                or (shard.numel() > 0 and shard.grad is not None and index not in flat.from_others)
+                or (
+                    (shard.grad is not None and index not in flat.from_others)
+                    and (shard.numel() > 0 or flat.sizes[index] == 0)
+                )
                 for index, shard in enumerate(flat.shards)
             ]
         has_grad = self._average_vectors(vectors, flats, has_grad)
