@@ -296,7 +296,7 @@ class Peer(NamedTuple):
     """Options of a config that it cannot take."""
 
     ours: str
-    """What can take them, of the same setting."""
+    """The value of the same setting that can take them."""
 
     def load(self) -> Any:
         """The class."""

@@ -78,7 +78,7 @@ def test_steps_rings_and_pipelines_are_measured_on_any_number_of_ranks(tmp_path,
 
 
 def groups_of(ranks: int, **settings) -> list[list[Case]]:
-    """What is measured on GPUs."""
+    """The cases that are measured on GPUs."""
     config = for_group(ScalingConfig(**settings), ranks, "nccl")
     return scaling_groups(config, torch.device("cuda"))
 

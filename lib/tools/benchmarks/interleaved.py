@@ -59,7 +59,7 @@ def first_steps(
     *,
     ranks_in_one: int = 1,
 ) -> list[StepLog]:
-    """What the first steps of a training report; arguments as those of `Training`."""
+    """The reports of a training's first steps; arguments as those of `Training`."""
     if steps == 0:
         return []
     with numerics(tf32=config.tf32, deterministic=False):
@@ -71,7 +71,7 @@ def first_steps(
 def one_process(
     case: Case, config: RanksTrainingConfig, steps: int, groups: Groups
 ) -> list[StepLog]:
-    """The same of one process that trains on the batches of all ranks, which every rank does."""
+    """The first steps of one process that trains on all ranks' batches, as every rank does."""
     alone = Case(**vars(case) | {"method": "none", "wrapper": "none"})
     found = first_steps(alone, config, steps, groups, ranks_in_one=case.ranks)
     free_memory()

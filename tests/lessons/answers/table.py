@@ -19,7 +19,7 @@ class Answer(NamedTuple):
 
     is_right: bool
     words: str
-    """What the verdict must have, too."""
+    """Words that the verdict must contain, too."""
 
     @property
     def attempt(self) -> Callable:

@@ -1,4 +1,4 @@
-"""What the exercises of notebook 03 rest on; answers to them: test_answers.py."""
+"""Helpers and checkers of notebook 03's exercises; test_answers.py has the answers to them."""
 
 import pytest
 import torch
