@@ -6,11 +6,13 @@ import contextlib
 import copy
 import inspect
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 # A call may take this many times its limit by the wall clock, since other processes may be busy.
@@ -94,18 +96,18 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     def look(number, frame):
         nonlocal raised
-        # not again on the way out
-        if is_over or (raised and frame.f_code.co_filename in OURS):
+        # not on the way in or out
+        if is_over or frame.f_code.co_filename in OURS:
             return
         too_much_work = time.process_time() - worked >= seconds
         if too_much_work or time.monotonic() - began >= PATIENCE * seconds:
             raised += 1
             if raised > CAUGHT:
-                # so often that one comes while another is caught, which leaves the loop
-                signal.setitimer(signal.ITIMER_REAL, 1e-5, 1e-5)
+                # what catches this one gets another where it has caught it, or a few lines on
+                _raise_after(frame, raised - CAUGHT)
             raise TimeLimitError
 
-    handler = signal.signal(signal.SIGALRM, look)
+    handler, tracer = signal.signal(signal.SIGALRM, look), sys.gettrace()
     # again and again, since a loop may catch what is raised in it
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds / CAUGHT)
     try:
@@ -113,5 +115,28 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         is_over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        if sys.gettrace() is not tracer:
+            sys.settrace(tracer)
+        # a late alarm, on its way in another thread, ends a process that does not handle it
+        if handler is not signal.SIG_DFL:
+            signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def _raise_after(frame: FrameType | None, lines: int) -> None:
+    """Raise TimeLimitError where the code that runs in `frame` begins its `lines`-th next line."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable | None:
+        nonlocal lines
+        if frame.f_code.co_filename in OURS:
+            return None
+        lines -= event == "line"
+        if lines == 0:
+            # Python ends tracing when this is raised
+            raise TimeLimitError
+        return trace
+
+    # frames that run already are traced only if told so, from the inner to the reader's own
+    while frame and frame.f_code.co_filename != __file__:
+        frame.f_trace, frame = trace, frame.f_back
+    sys.settrace(trace)

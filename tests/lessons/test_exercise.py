@@ -8,6 +8,7 @@ import linecache
 import math
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -318,6 +319,17 @@ def catch_everything(*given):
                 pass
 
 
+def catch_what_is_raised_while_catching(*given):
+    while True:
+        with contextlib.suppress(BaseException):
+            try:
+                while True:
+                    pass
+            finally:
+                with contextlib.suppress(BaseException):
+                    given[0].clear()
+
+
 def wrong_at_first(ids, pair, new_id):
     while len(ids) > 5:
         pass
@@ -326,11 +338,19 @@ def wrong_at_first(ids, pair, new_id):
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer on Windows")
 @pytest.mark.parametrize(
-    "attempt", [catch_everything, wrong_at_first, lambda *given: time.sleep(1e9)]
+    "attempt",
+    [
+        catch_everything,
+        catch_what_is_raised_while_catching,
+        wrong_at_first,
+        lambda *given: time.sleep(1e9),
+    ],
 )
-def test_what_never_ends_is_stopped_and_costs_one_limit(attempt, monkeypatch):
+def test_what_never_ends_is_stopped_and_costs_one_limit(attempt, monkeypatch, request):
     monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.1)
-    handler, start = signal.getsignal(signal.SIGALRM), time.monotonic()
+    handler, tracer, start = signal.default_int_handler, sys.gettrace(), time.monotonic()
+    before = signal.signal(signal.SIGALRM, handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGALRM, before))
     text = verdict(merge, attempt)
     is_named = "it did not finish in time; is there a loop that never ends?" in text
     assert is_named or attempt is wrong_at_first
@@ -338,6 +358,15 @@ def test_what_never_ends_is_stopped_and_costs_one_limit(attempt, monkeypatch):
     assert time.monotonic() - start < 5
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert sys.gettrace() is tracer
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer on Windows")
+def test_an_alarm_that_comes_late_does_not_end_the_process(request):
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGALRM, before))
+    assert verdict(merge, merge_pair).startswith("right")
+    signal.raise_signal(signal.SIGALRM)
 
 
 def test_a_check_works_outside_the_main_thread():
