@@ -76,8 +76,10 @@ def _compare(yours: Any, expected: Any, path: str) -> str | None:
     within = f"{path}, " if path else ""
     found = (_compare(mine, right, within + label) for label, mine, right in parts)
     first = next((words for words in found if words), None)
-    is_short = path and max(map(len, map(shown, both))) <= SHOWN_WHOLE
-    return _unequal(yours, expected, path) if first and is_short and _is_flat(expected) else first
+    # a short list is shown whole
+    if first and path and _is_flat(expected) and max(map(len, map(shown, both))) <= SHOWN_WHOLE:
+        return _unequal(yours, expected, path)
+    return first
 
 
 def _same(yours: Any, expected: Any) -> bool:
