@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import signal
@@ -10,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -20,8 +19,6 @@ PATIENCE = 5
 # A function that catches TimeLimitError gets it this many times more, a second apart.
 CAUGHT = 8
 NOT_FINISHED = object()
-# Files that a TimeLimitError comes by on its way out of a call.
-OURS = (__file__, contextlib.__file__)
 
 
 @dataclass(frozen=True)
@@ -81,62 +78,80 @@ def _first_line(error: BaseException) -> str:
     return message.replace("float division by zero", "division by zero")
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+class time_limit:  # noqa: N801 - a context manager, used as a function
     """Raise TimeLimitError after `seconds` of work, or PATIENCE times as many by the clock.
 
     Work is the time of all threads on processors, so that other processes don't count; one that
     only sleeps or waits is stopped by the clock. No limit on Windows or outside the main thread.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not (in_main and hasattr(signal, "setitimer")):
-        yield
-        return
-    worked, began, is_over, raised = time.process_time(), time.monotonic(), False, 0
 
-    def look(number, frame):
-        nonlocal raised
-        # not on the way in or out
-        if is_over or frame.f_code.co_filename in OURS:
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.raised = seconds, 0
+        in_main = threading.current_thread() is threading.main_thread()
+        self.is_on = in_main and hasattr(signal, "setitimer")
+
+    def __enter__(self) -> None:
+        if not self.is_on:
             return
-        too_much_work = time.process_time() - worked >= seconds
-        if too_much_work or time.monotonic() - began >= PATIENCE * seconds:
-            raised += 1
-            if raised > CAUGHT:
-                # what catches this one gets another where it has caught it, or a few lines on
-                _raise_after(frame, raised - CAUGHT)
+        self.worked, self.began = time.process_time(), time.monotonic()
+        self.tracers = sys.gettrace(), sys.getprofile()
+        self.handler = signal.signal(signal.SIGALRM, self._look)
+        # again and again, since a loop may catch what is raised in it
+        period = self.seconds / CAUGHT
+        self.timer = signal.setitimer(signal.ITIMER_REAL, self.seconds, period)
+
+    def __exit__(self, *error: Any) -> None:
+        if not self.is_on:
+            return
+        self.is_on = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.raised > CAUGHT:
+            sys.settrace(self.tracers[0])
+            sys.setprofile(self.tracers[1])
+        # a late alarm, on its way in another thread, ends a process that does not handle it
+        if self.handler is not signal.SIG_DFL:
+            signal.signal(signal.SIGALRM, self.handler)
+        signal.setitimer(signal.ITIMER_REAL, *self.timer)
+
+    def _look(self, number: int, frame: FrameType) -> None:
+        """Raise if time is over, but not in this file, unless C code runs that `call` called."""
+        is_ours = frame.f_code.co_filename == __file__ and frame.f_code is not call.__code__
+        if not self.is_on or is_ours:
+            return
+        too_much_work = time.process_time() - self.worked >= self.seconds
+        if too_much_work or time.monotonic() - self.began >= PATIENCE * self.seconds:
+            self.raised += 1
+            if self.raised > CAUGHT:
+                _raise_again(frame, 1 + self.raised % CAUGHT)
             raise TimeLimitError
 
-    handler, tracer = signal.signal(signal.SIGALRM, look), sys.gettrace()
-    # again and again, since a loop may catch what is raised in it
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds / CAUGHT)
-    try:
-        yield
-    finally:
-        is_over = True
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if sys.gettrace() is not tracer:
-            sys.settrace(tracer)
-        # a late alarm, on its way in another thread, ends a process that does not handle it
-        if handler is not signal.SIG_DFL:
-            signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)
 
+def _raise_again(frame: FrameType, lines: int) -> None:
+    """Raise TimeLimitError `lines` lines on, and a line behind each call that ends from now on.
 
-def _raise_after(frame: FrameType | None, lines: int) -> None:
-    """Raise TimeLimitError where the code that runs in `frame` begins its `lines`-th next line."""
+    What catches it around a loop gets the next one where it has caught it, outside of its `try`.
+    """
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable | None:
         nonlocal lines
-        if frame.f_code.co_filename in OURS:
+        if frame.f_code.co_filename == __file__:
             return None
         lines -= event == "line"
-        if lines == 0:
+        if lines <= 0:
             # Python ends tracing when this is raised
             raise TimeLimitError
         return trace
 
-    # frames that run already are traced only if told so, from the inner to the reader's own
-    while frame and frame.f_code.co_filename != __file__:
-        frame.f_trace, frame = trace, frame.f_back
-    sys.settrace(trace)
+    def start_tracing(frame: FrameType) -> None:
+        # a frame that runs already is traced only if told so
+        frame.f_trace = trace
+        sys.settrace(trace)
+
+    def look_at_end(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal lines
+        if event == "return" and frame.f_code.co_filename != __file__ and frame.f_back:
+            lines = 1
+            start_tracing(frame.f_back)
+
+    start_tracing(frame)
+    sys.setprofile(look_at_end)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from lib.lessons import exercise as lessons_exercise
+from lib.lessons.calls import NOT_FINISHED, call
 from lib.lessons.differences import Named
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
 from lib.lessons.mesh import context as mesh_context
@@ -319,15 +321,15 @@ def catch_everything(*given):
                 pass
 
 
-def catch_what_is_raised_while_catching(*given):
+def catch_everything_around_it(*given):
     while True:
         with contextlib.suppress(BaseException):
-            try:
-                while True:
-                    pass
-            finally:
-                with contextlib.suppress(BaseException):
-                    given[0].clear()
+            catch_everything()
+
+
+def wait_in_c_code(*given):
+    with contextlib.closing(types.SimpleNamespace(close=threading.Event().wait)):
+        pass
 
 
 def wrong_at_first(ids, pair, new_id):
@@ -341,15 +343,16 @@ def wrong_at_first(ids, pair, new_id):
     "attempt",
     [
         catch_everything,
-        catch_what_is_raised_while_catching,
+        catch_everything_around_it,
+        wait_in_c_code,
         wrong_at_first,
         lambda *given: time.sleep(1e9),
     ],
 )
 def test_what_never_ends_is_stopped_and_costs_one_limit(attempt, monkeypatch, request):
     monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.1)
-    handler, tracer, start = signal.default_int_handler, sys.gettrace(), time.monotonic()
-    before = signal.signal(signal.SIGALRM, handler)
+    handler, tracers = signal.default_int_handler, (sys.gettrace(), sys.getprofile())
+    before, start = signal.signal(signal.SIGALRM, handler), time.monotonic()
     request.addfinalizer(lambda: signal.signal(signal.SIGALRM, before))
     text = verdict(merge, attempt)
     is_named = "it did not finish in time; is there a loop that never ends?" in text
@@ -358,7 +361,9 @@ def test_what_never_ends_is_stopped_and_costs_one_limit(attempt, monkeypatch, re
     assert time.monotonic() - start < 5
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    assert sys.gettrace() is tracer
+    assert (sys.gettrace(), sys.getprofile()) == tracers
+    # C code that no function of Python's has called
+    assert call(time.sleep, (1e9,), 0.01) is NOT_FINISHED
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer on Windows")
