@@ -16,7 +16,8 @@ from typing import Any
 
 # A call may take this many times its limit by the wall clock, since other processes may be busy.
 PATIENCE = 5
-# A function that catches TimeLimitError gets it this many times more, a second apart.
+# A function that catches TimeLimitError gets it so many times, in time for one limit more; then it
+# gets it in its next lines, too.
 CAUGHT = 8
 NOT_FINISHED = object()
 
