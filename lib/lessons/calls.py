@@ -16,8 +16,8 @@ from typing import Any
 
 # A call may take this many times its limit by the wall clock, since other processes may be busy.
 PATIENCE = 5
-# A function that catches TimeLimitError gets it so many times, in time for one limit more; then it
-# gets it in its next lines, too.
+# How often a function that catches TimeLimitError gets it, within one more limit, before its next
+# lines raise it, too.
 CAUGHT = 8
 NOT_FINISHED = object()
 
