@@ -142,8 +142,8 @@ def _array_difference(yours: np.ndarray, expected: np.ndarray, path: str) -> str
 
 def _unequal(yours: Any, expected: Any, path: str) -> str:
     right = shown(expected)
-    if is_array(expected) and not right.startswith(("tensor", "<")):
-        right = f"tensor({right})"
+    if is_array(expected) and not right.startswith((_kind_of(expected), "<")):
+        right = f"{_kind_of(expected)}({right})"
     if not path and yours is None:
         return f"it returned None (is a `return` missing?); expected {right}"
     if path or type(yours) is type(expected):
@@ -153,6 +153,10 @@ def _unequal(yours: Any, expected: Any, path: str) -> str:
 
 def _kind(key: Any) -> Any:
     return tuple(map(type, key)) if isinstance(key, tuple) else type(key)
+
+
+def _kind_of(array: Any) -> str:
+    return "tensor" if hasattr(array, "detach") else "array"
 
 
 def shown(value: Any) -> str:
@@ -170,9 +174,9 @@ def shown(value: Any) -> str:
 
 def _array_shown(value: Any) -> str:
     if (array := _array(value)).size > SHOWN_VALUES:
-        return f"<{'tensor' if hasattr(value, 'detach') else 'array'} of shape {array.shape}>"
+        return f"<{_kind_of(value)} of shape {array.shape}>"
     if not array.ndim:
         return f"{array.item():.6g}"
     form: Any = {"float_kind": lambda number: f"{number:.6g}"}
     values = np.array2string(array, separator=", ", formatter=form, max_line_width=1000)
-    return f"tensor({' '.join(values.split())})"
+    return f"{_kind_of(value)}({' '.join(values.split())})"

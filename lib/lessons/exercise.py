@@ -35,6 +35,7 @@ Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -257,23 +258,53 @@ def name_of(attempt: Any) -> str:
 
 def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> str:
     """Return what `check` prints; `seed` repeats the inputs of another verdict."""
-    seconds = exercise.seconds or TIME_LIMIT
     for arguments in (inputs := draw_inputs(exercise, seed)):
         try:
-            result = call(played(exercise, attempt), arguments, seconds)
+            result, left = _run(exercise, attempt, arguments)
         except NotImplementedError:
             return NOT_ATTEMPTED
-        expected = call(played(exercise, exercise.solve), arguments, seconds)
+        expected, solution_left = _run(exercise, exercise.solve, arguments)
         if not equal(result, expected):
+            wrong = _described(exercise, result, expected)
+            break
+        if changed := _changed(exercise, arguments, left, solution_left):
+            wrong = f"it changes {changed}, which is given; work on a copy"
             break
     else:
         tried = f"as expected on {len(inputs)} random inputs" if len(inputs) > 1 else "as expected"
         return _measured(exercise, attempt, tried)
-    lines = [f"not yet: {_called(exercise, attempt, arguments)}"]
-    lines.append(f"  {_described(exercise, result, expected)}")
+    lines = [f"not yet: {_called(exercise, attempt, arguments)}", f"  {wrong}"]
     if result is not NOT_FINISHED and (name := _recognize(exercise, attempt, inputs)):
         lines.append(f"  It looks as if {name}.")
     return "\n".join(lines)
+
+
+def _run(exercise: Exercise, function: Callable, arguments: tuple) -> tuple[Any, tuple]:
+    """The result of a function on a copy of an input, and what it left of that copy."""
+    given = copy.deepcopy(arguments)
+    seconds = exercise.seconds or TIME_LIMIT
+    return call(played(exercise, function), given, seconds), given
+
+
+def _changed(exercise: Exercise, given: tuple, left: tuple, solution_left: tuple) -> str:
+    """The argument that a right attempt has changed, but the solution has not; "" without one.
+
+    What can't be compared, such as a model, may change.
+    """
+    for number, (before, mine, theirs) in enumerate(zip(given, left, solution_left)):
+        if not equal(mine, theirs) and equal(theirs, before):
+            names = _names_of(exercise, given)
+            return f"`{names[number]}`" if names else "an input"
+    return ""
+
+
+def _names_of(exercise: Exercise, arguments: tuple) -> list[str] | None:
+    """What the arguments are called in the harness or the function; None for those of a kernel."""
+    harness = [[*inspect.signature(exercise.harness).parameters][1:]] if exercise.harness else []
+    for names in (*harness, [*inspect.signature(exercise.solve).parameters]):
+        if len(names) == len(arguments):
+            return names
+    return None
 
 
 def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
@@ -285,13 +316,9 @@ def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
     name = name_of(attempt)
     if exercise.show:
         return f"{name}, with {exercise.show(*arguments)}"
-    if exercise.harness or exercise.ranks:
-        parameters = [*inspect.signature(exercise.harness or exercise.solve).parameters]
-        names = parameters[bool(exercise.harness) :]
-        # that of a kernel takes any number
-        if len(names) == len(arguments):
-            given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
-            return f"{name}, run with {given}"
+    if (exercise.harness or exercise.ranks) and (names := _names_of(exercise, arguments)):
+        given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
+        return f"{name}, run with {given}"
     return f"{name}({', '.join(map(shown, arguments))})"
 
 
@@ -351,17 +378,16 @@ def _rounded(value: float) -> str:
 
 def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -> str | None:
     """Find the mistake that gives the results of `attempt` on all inputs."""
-    seconds = exercise.seconds or TIME_LIMIT
 
     @functools.cache
     def result_on(trial: int) -> Any:
-        return call(played(exercise, attempt), inputs[trial], seconds)
+        return _run(exercise, attempt, inputs[trial])[0]
 
     def makes_the_same(function: Callable, trial: int) -> bool:
         # no mistake loops forever, and each further input might take the whole limit
         if (mine := result_on(trial)) is NOT_FINISHED:
             return False
-        theirs = call(played(exercise, function), inputs[trial], seconds)
+        theirs, _ = _run(exercise, function, inputs[trial])
         # both ways, since a cost may be lower
         return equal(mine, theirs) and equal(theirs, mine)
 

@@ -288,14 +288,20 @@ def test_an_unusual_mistake_is_shown_without_a_guess():
     assert "It looks as if" not in text
 
 
-def test_a_function_may_change_its_argument():
-    def attempt(ids):
-        total = sum(ids)
-        ids.clear()
-        return total
+def test_an_input_may_change_only_where_the_solution_changes_it():
+    def total(ids):
+        return sum(ids)
 
-    exercise = Exercise(sum, lambda generator, size: ([generator.randrange(9)] * size,))
-    assert verdict(exercise, attempt).startswith("right")
+    def emptying(ids):
+        return sum(ids.pop() for _ in range(len(ids)))
+
+    def draw(generator, size):
+        return ([generator.randrange(1, 9) for _ in range(size)],)
+
+    words = "it changes `ids`, which is given; work on a copy"
+    assert verdict(Exercise(total, draw), emptying).endswith(words)
+    assert verdict(Exercise(emptying, draw), emptying).startswith("right")
+    assert verdict(Exercise(emptying, draw), total).startswith("right")
 
 
 def test_a_stub_that_is_half_done_is_not_attempted():

@@ -60,7 +60,9 @@ class KernelTask:
         return Named(launch.results)
 
     def refuse(self, run: Run, launch: Launch, *given: Any) -> None:
-        """ValueError if a result is not stored once, or see `check_run`."""
+        """ValueError if an input is stored to, a result is not stored once, or see `check_run`."""
+        if inputs := {store.tensor for store in run.of("store")} - {*launch.results}:
+            raise ValueError(f"programs store in {min(inputs)}, which is an input")
         for name, tensor in launch.results.items():
             stored = run.bytes_moved("store", name)
             if run.num_programs and not stored:

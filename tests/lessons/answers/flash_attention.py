@@ -156,3 +156,18 @@ WRONG = [
 ]
 for name, old, new, words in WRONG:
     wrong_edit(getattr(exercises, name), words, old, new)
+
+
+@wrong(exercises.tiled_forward, "it changes `q`")
+def scales_in_place(q, k, v, BQ, BK):
+    results = exercises.tiled_forward.solve(q, k, v, BQ, BK)
+    q /= math.sqrt(q.shape[1])
+    return results
+
+
+wrong_edit(
+    exercises.flash_forward,
+    "programs store in q, which is an input",
+    "m, l = tl.full",
+    "tl.store(q_ptr + q_rows, q * scale, mask=query[:, None] < n); m, l = tl.full",
+)

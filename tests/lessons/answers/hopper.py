@@ -44,3 +44,9 @@ def a_tile_twice(work, programs):
 def a_program_without_a_hand(work, programs):
     *others, one, another = exercises.deal.solve(work, programs)
     return [*others, one + another]
+
+
+@wrong(exercises.deal, "it changes `work`")
+def sorts_in_place(work, programs):
+    work.sort(reverse=True)
+    return exercises.deal.solve(work, programs)

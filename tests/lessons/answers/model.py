@@ -133,3 +133,10 @@ def bigram_by_autograd(weight, inputs, targets):
         weight = weight.clone().requires_grad_()
         loss = F.cross_entropy(weight[inputs], targets)
         return loss.detach(), *torch.autograd.grad(loss, weight)
+
+
+@wrong(exercises.attention, "it changes `w_q`")
+def scales_its_weights(x, w_q, *given):
+    out = exercises.attention.solve(x, w_q, *given)
+    w_q /= 2
+    return out

@@ -103,3 +103,8 @@ for group in ("'([sdmt]|ll|ve|re)", "('(?i:[sdmt]|ll|ve|re))"):
     )
     cure = "`findall` returns the groups of a pattern that has any; write (?:…) for (…)."
     wrong(exercises.split_gpt4, cure)(lambda text, p=PATTERN: regex.findall(p, text))
+
+
+@wrong(exercises.train, "it changes `counts`")
+def empties_counts(counts, num_merges):
+    return exercises.train.solve({word: counts.pop(word) for word in [*counts]}, num_merges)

@@ -2,11 +2,16 @@
 
 import random
 
+import pytest
+
 from lib.data.stories import generate_stories, tell
 from lib.lessons.training.floor import choices_of, held_out_stories
 
-# in numbers 202 and 235, a pronoun is shown by the text of another slot alone
-STORIES = held_out_stories(240)[200:]
+
+@pytest.fixture(scope="module")
+def stories():
+    # in numbers 202 and 235, a pronoun is shown by the text of another slot alone
+    return held_out_stories(240)[200:]
 
 
 def check_change(draws: bytearray, choices, index: int, byte: int) -> None:
@@ -17,9 +22,9 @@ def check_change(draws: bytearray, choices, index: int, byte: int) -> None:
     assert (tell(bytes(changed)) == tell(bytes(draws))) == is_alike, choices[index].about
 
 
-def test_choices_that_look_alike_tell_the_same_story_and_all_others_another_one():
+def test_choices_that_look_alike_tell_the_same_story_and_all_others_another_one(stories):
     generator = random.Random(0)
-    for story in STORIES:
+    for story in stories:
         draws = bytearray()
         for choice in story.choices:
             alike = [byte for byte in range(256) if choice.options[byte] == choice.shown]
@@ -30,8 +35,8 @@ def test_choices_that_look_alike_tell_the_same_story_and_all_others_another_one(
                 check_change(draws, story.choices, index, byte)
 
 
-def test_a_second_name_or_thing_that_would_be_the_first_again_looks_like_the_one_before():
-    for story in STORIES:
+def test_a_second_name_or_thing_that_would_be_the_first_again_looks_like_the_one_before(stories):
+    for story in stories:
         draws = bytearray(choice.byte for choice in story.choices)
         for first, second in ((3, 4), (5, 6)):
             draws[second] = draws[first]
