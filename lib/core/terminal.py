@@ -89,7 +89,8 @@ def in_notebook() -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """The message of `error` for a user, without Python's error numbers."""
+    """The message of `error` for a user, with its notes, without Python's error numbers."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    message = "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
+    return " ".join(message.split())

@@ -48,7 +48,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lib.lessons.calls import NOT_FINISHED, Raised, call
 from lib.lessons.differences import equal, first_difference, shown
@@ -139,32 +139,50 @@ def exercise(
     """Make an exercise of the solution below; its `mistakes` follow.
 
     Args:
-        inputs: how each argument is drawn, by name; or a function that draws a tuple of all.
+        inputs: how each argument is drawn, by name, in their order; or a function that draws a
+            tuple of all.
         options: the other fields of `Exercise`.
+
+    Raises:
+        ValueError: there is no such tier, or the names are not those of the arguments.
     """
+    if tier not in get_args(Tier):
+        raise ValueError(f"tier must be one of {', '.join(get_args(Tier))}, got {tier!r}")
 
     def draw(generator: random.Random, size: int) -> tuple:
         return tuple(one(generator, size) for one in inputs.values())  # type: ignore[union-attr]
 
-    return lambda solve: Exercise(solve, inputs if callable(inputs) else draw, tier, **options)
+    def made(solve: Callable) -> Exercise:
+        found = Exercise(solve, inputs if callable(inputs) else draw, tier, **options)
+        if not callable(inputs) and [*inputs] not in _signatures(found):
+            names = " or ".join(map(str, _signatures(found)))
+            raise ValueError(f"inputs of {solve.__name__} must be named {names}, got {[*inputs]}")
+        return found
+
+    return made
 
 
 def _edits_in(mistakes: str) -> dict[str, tuple[str, ...]]:
     """Sentence -> (old, new, …) of `old => new | sentence`, or `old => new && old => new | …`.
 
     A line without `=>`, or after `&&`, continues the one before it.
+
+    Raises:
+        ValueError: one is not written so, or has the sentence of another one.
     """
     entries: list[str] = []
     for line in mistakes.strip().splitlines():
-        if "=>" in line and not line.lstrip().startswith("&&"):
+        if not entries or ("=>" in line and not line.lstrip().startswith("&&")):
             entries.append(line.strip())
         else:
             entries[-1] += f" {line.strip()}"
     found = {}
     for entry in entries:
         edits, _, sentence = entry.rpartition(" | ")
-        texts = [text.strip() for edit in edits.split("&&") for text in edit.split("=>")]
-        found[sentence] = tuple(texts)
+        pairs = [edit.split("=>") for edit in edits.split("&&")]
+        if sentence in found or any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"a mistake is `old => new | a sentence of its own`, got {entry!r}")
+        found[sentence] = tuple(text.strip() for pair in pairs for text in pair)
     return found
 
 
@@ -173,7 +191,7 @@ def edited(function: Callable, *texts: str) -> Callable:
     """`function` with text of its source replaced; `texts` are old, new, and further such pairs.
 
     Raises:
-        ValueError: an old text does not occur exactly once.
+        ValueError: an old text does not occur exactly once, or the new source is not valid.
     """
     source = textwrap.dedent(inspect.getsource(function))
     # without the data of the exercise above it
@@ -184,7 +202,11 @@ def edited(function: Callable, *texts: str) -> Callable:
             raise ValueError(f"{old!r} must occur once in {name}, found {found} times")
         source = source.replace(old, new)
     namespace = dict(function.__globals__)
-    exec(source, namespace)
+    try:
+        exec(source, namespace)
+    except SyntaxError as error:
+        new = ", ".join(map(repr, texts[1::2]))
+        raise ValueError(f"{function.__name__} with {new} is no valid Python") from error
     return namespace[function.__name__]
 
 
@@ -264,6 +286,10 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
         except NotImplementedError:
             return NOT_ATTEMPTED
         expected, solution_left = _run(exercise, exercise.solve, arguments)
+        if trouble := trouble_of(expected):
+            return (
+                f"no verdict: the exercise is at fault, since its own solution fails\n  {trouble}"
+            )
         if not equal(result, expected):
             wrong = _described(exercise, result, expected)
             break
@@ -300,11 +326,15 @@ def _changed(exercise: Exercise, given: tuple, left: tuple, solution_left: tuple
 
 def _names_of(exercise: Exercise, arguments: tuple) -> list[str] | None:
     """What the arguments are called in the harness or the function; None for those of a kernel."""
-    harness = [[*inspect.signature(exercise.harness).parameters][1:]] if exercise.harness else []
-    for names in (*harness, [*inspect.signature(exercise.solve).parameters]):
-        if len(names) == len(arguments):
-            return names
-    return None
+    return next((names for names in _signatures(exercise) if len(names) == len(arguments)), None)
+
+
+def _signatures(exercise: Exercise) -> list[list[str]]:
+    """The names of arguments: of a harness behind the function that it calls, of the function."""
+    given = [*inspect.signature(exercise.solve).parameters]
+    if exercise.harness is None:
+        return [given]
+    return [[*inspect.signature(exercise.harness).parameters][1:], given]
 
 
 def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:

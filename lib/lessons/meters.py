@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -30,6 +31,25 @@ class Largest(TorchDispatchMode):
             self.numbers, self.shape = result.numel(), tuple(result.shape)
             self.operation = op.overloadpacket.__name__
         return result
+
+
+class Made(TorchDispatchMode):
+    """Knows the tensors, views among them, that operations make, of one of these `sizes`."""
+
+    def __init__(self, sizes: set[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.storages: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() in self.sizes:
+            self.storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def are_held(self) -> bool:
+        """Return whether anything still holds the memory of one of them."""
+        return not all(storage.expired() for storage in self.storages)
 
 
 @functools.cache

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
@@ -187,12 +186,6 @@ class Ranks:
         for tensor in self.gathered:
             tensor.fill_(torch.nan)
 
-    def forget_gathered(self) -> bool:
-        """Let go of what was gathered so far; return whether something else still holds any."""
-        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self.gathered]
-        self.gathered.clear()
-        return not all(storage.expired() for storage in storages)
-
     def _check(self, kind: str, tensor: Any) -> None:
         if self.allowed is not None and kind not in self.allowed:
             raise RuntimeError(f"{kind} may not be used here, only {', '.join(self.allowed)}")
@@ -265,7 +258,8 @@ class Threads(Ranks):
         if len({*shapes}) > 1 or (is_flat and tensors[0].ndim != 1):
             shown = ", ".join(map(str, shapes))
             flat = "flat " if is_flat else ""
-            raise ValueError(f"{kind} takes {flat}tensors of one shape, got the shapes {shown}")
+            words = f"{kind} takes {flat}tensors of one shape, got the shapes {shown}"
+            raise ValueError(f"{words}; do all ranks send in the same order?")
         return list(tensors)
 
 

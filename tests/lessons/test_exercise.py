@@ -24,6 +24,7 @@ from lib.lessons import exercise as lessons_exercise
 from lib.lessons.calls import NOT_FINISHED, call
 from lib.lessons.differences import Named
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
+from lib.lessons.exercise import exercise as declare
 from lib.lessons.mesh import context as mesh_context
 from lib.lessons.ranks import Threads
 from lib.lessons.tokenizer.exercises import encode_ranked, merge
@@ -134,7 +135,8 @@ def test_the_solution_passes_and_each_mistake_is_named(name):
     assert verdict(fewer[1], exercise.solve).startswith("right: as expected")
     with no_overflow_checks():
         for sentence, mistake in wrong.items():
-            assert any(says_which(few, sentence, mistake) for few in fewer), sentence
+            is_named = any(says_which(few, sentence, mistake) for few in fewer)
+            assert is_named, f"{sentence}: {verdict(exercise, mistake, seed=0)}"
 
 
 def verdict_on(result, expected):
@@ -302,6 +304,49 @@ def test_an_input_may_change_only_where_the_solution_changes_it():
     assert verdict(Exercise(total, draw), emptying).endswith(words)
     assert verdict(Exercise(emptying, draw), emptying).startswith("right")
     assert verdict(Exercise(emptying, draw), total).startswith("right")
+
+
+def draw_number(generator, size):
+    return generator.randrange(size)
+
+
+def added(x):
+    return x + x
+
+
+@pytest.mark.parametrize("change", [{"solve": lambda x: x / 0}, {"harness": lambda f, x: f(x) / 0}])
+def test_where_the_solution_fails_no_answer_is_right(change):
+    exercise = Exercise(added, lambda generator, size: (draw_number(generator, size),))
+    text = verdict(dataclasses.replace(exercise, **change), lambda x: x / 0)
+    assert re.match("no verdict: the exercise is at fault.*\n .*ZeroDivisionError", text)
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "words"),
+    [
+        ("no edit | of the solution", "old => new | a sentence of its own"),
+        ("x + x => x", r"of its own`, got 'x \+ x => x'"),
+        ("x + x => x | the same\nx + x => 2 | the same", r"of its own`, got 'x \+ x => 2"),
+        ("y => x | it is not there", "'y' must occur once in added, found 0 times"),
+        ("x + x => x + | half", r"added with 'x \+' is no valid Python"),
+    ],
+)
+def test_a_mistake_that_is_not_well_written_is_refused(mistakes, words):
+    exercise = Exercise(added, draw_number, mistakes=mistakes)
+    with pytest.raises(ValueError, match=words):
+        exercise.wrong_functions()
+
+
+@pytest.mark.parametrize(
+    ("tier", "inputs", "words"),
+    [
+        ("extra", {"x": draw_number}, "tier must be one of warm-up, core, .*, got 'extra'"),
+        ("core", {"y": draw_number}, r"inputs of added must be named \['x'\], got \['y'\]"),
+    ],
+)
+def test_an_exercise_that_is_not_well_declared_is_refused(tier, inputs, words):
+    with pytest.raises(ValueError, match=words):
+        declare(tier, inputs)(added)
 
 
 def test_a_stub_that_is_half_done_is_not_attempted():

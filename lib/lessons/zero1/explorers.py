@@ -130,7 +130,7 @@ def memory_explorer(*, start: tuple[str, int, str, str, int, int, str]) -> VBox:
         words = f"{model}, {num_parameters(config) / 1e9:.3g} billion weights, {ranks} rank"
         words += "s" * (ranks > 1) + f", {sequences} × {context:,} tokens"
         words += ", checkpoints" * (checkpointing == "on")
-        title = f"{words}, {precision},\n{stage}: {verdict(memory)}"
+        title = f"{words}, {precision}\n{stage}: {verdict(memory)}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         draw_kinds(figure.subplots(), bars, peaks)
 

@@ -191,6 +191,8 @@ class Benchmark:
             keep_freed_memory()
         agree(lambda: {"device": device_name(device)})
         cases = self.cases(config, device)
+        if not cases:
+            raise ValueError("there is nothing to measure: a setting is empty")
         are_groups = isinstance(cases[0], list)
 
         def measure(group: Sequence[Case]) -> Iterable[Figures]:

@@ -66,7 +66,7 @@ class Store:
         made["versions"] |= versions_of(self.packages)
         made |= {"code": self.code, "threads": torch.get_num_threads()}
         # lists for tuples, as they are read again
-        return json.loads(json.dumps(made))
+        return json.loads(json.dumps(made, default=_refuse))
 
     def read(self) -> dict[str, Record]:
         """The newest record of each case that was made on this machine by this code."""
@@ -168,6 +168,11 @@ def or_out_of_memory(
     """
     try:
         found = list(measure(group))
+        for each, case in zip(found, group):
+            if not isinstance(each, Mapping):
+                raise TypeError(f"figures must be a mapping, such as .figures(), got {each!r}")
+            if hidden := each.keys() & vars(case).keys():
+                raise ValueError(f"figures must not be called as settings are: {hidden}")
         return [each if "status" in each else {"status": "ok", **each} for each in found]
     except Exception as error:
         if not is_out_of_memory(error):
@@ -195,6 +200,10 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         ", ".join(f"{key} {config[key]}" for key in varying if key in config) for config in configs
     ]
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"figures and settings must be numbers, texts or lists of them, got {value!r}")
 
 
 def _key(config: Any) -> str:

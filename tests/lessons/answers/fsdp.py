@@ -10,7 +10,7 @@ from tests.lessons.answers.table import right, right_edit, wrong, wrong_edit
 HELD, USED = ("del w1, w2", "held = {}"), ("* (h > 0)", "* (h > 0 * len(held))")
 for what in ("[x, h, shard]", "{'y': y, 'both': torch.cat([h, h.relu()])}"):
     right_edit(exercises.sharded_mlp, HELD[0], HELD[1].format(what), *USED)
-for what in ("w1", "w1[:1]"):
+for what in ("w1", "w1[:1]", "w1.clone()"):
     told = (
         "rank 0, still holds a whole matrix when backward begins: yours True, expected False\n"
         "  It looks as if backward gathers again, but holds"

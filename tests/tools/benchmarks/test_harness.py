@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from lib.__main__ import MEASURE, load
 from lib.core.files import lock_file
 from lib.core.records import append_record, read_records
 from lib.tools.benchmarks import sweep
@@ -196,3 +197,31 @@ def test_a_sweep_can_be_made_again(tmp_path):
     # from then on the newest counts
     records = run_sweep(path, CASES, lambda case: {"n": 3})
     assert [record["figures"]["n"] for record in records] == [1, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("cases", "figures", "error", "message"),
+    [
+        ([], {}, ValueError, "nothing to measure: a setting is empty"),
+        (CASES[:1], None, TypeError, r"must be a mapping, such as \.figures\(\), got None"),
+        (CASES[:1], {"size": 1.0}, ValueError, "must not be called as settings are: {'size'}"),
+        (
+            CASES[:1],
+            {"ms": torch.ones(1)},
+            TypeError,
+            r"must be numbers, .*, got tensor\(\[1\.\]\)",
+        ),
+    ],
+)
+def test_what_a_benchmark_must_not_return_is_refused_by_name(
+    cases, figures, error, message, tmp_path
+):
+    benchmark = Benchmark(Report("s", "S", {}), lambda *_: cases, lambda *_: figures)
+    with pytest.raises(error, match=message):
+        benchmark(SamplingConfig(output=tmp_path, device="cpu"))
+
+
+def test_each_benchmark_has_records_of_its_own():
+    found = [load(command.function) for command in MEASURE.values()]
+    stems = [each.report.stem for each in found if isinstance(each, Benchmark)]
+    assert len(stems) == len(set(stems)) > 5
