@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,8 @@ PATIENCE = 5
 # lines raise it, too.
 CAUGHT = 8
 NOT_FINISHED = object()
+# Where checks are.
+LESSONS = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,20 @@ class Raised:
         return f"{where} raised {self.error}"
 
 
+@dataclass(frozen=True)
+class Refused(Raised):
+    """The result of a call that a check itself refuses, in its own words."""
+
+    def __str__(self) -> str:
+        return self.error
+
+
 class TimeLimitError(BaseException):
     """A call took too long; not an Exception, so that `except Exception` doesn't catch it."""
 
 
 def call(function: Callable, arguments: tuple, seconds: float) -> Any:
-    """Return the result of `function(*arguments)`, a `Raised` or NOT_FINISHED.
+    """Return the result of `function(*arguments)`, a `Raised`, `Refused` or NOT_FINISHED.
 
     The function may change the arguments.
 
@@ -59,7 +70,13 @@ def call(function: Callable, arguments: tuple, seconds: float) -> Any:
         file = code.co_filename if code else None
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame.lineno for frame in frames if frame.filename == file]
+        if isinstance(error, (ValueError, TypeError)) and all(map(_is_of_a_check, frames)):
+            return Refused(str(error), None)
         return Raised(_first_line(error), inside[-1] if inside else None)
+
+
+def _is_of_a_check(frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(LESSONS)
 
 
 def _is_of_a_stub(error: NotImplementedError) -> bool:

@@ -435,7 +435,7 @@ def difference(yours: Any, expected: Any) -> str:
     """The first value in which a result differs from the expected one, as a sentence."""
     if trouble := trouble_of(yours):
         # a long result would bury the error
-        is_short = isinstance(yours, Raised) and len(shown(expected)) <= SHOWN_BESIDE_ERRORS
+        is_short = type(yours) is Raised and len(shown(expected)) <= SHOWN_BESIDE_ERRORS
         return f"{trouble}; expected {shown(expected)}" if is_short else trouble
     return first_difference(yours, expected) or ""
 

@@ -511,3 +511,8 @@ def test_verdicts_are_kept_where_a_report_asks_for_them(tmp_path, monkeypatch, c
         ("not_yet", "not attempted"),
     ]
     assert {line["tier"] for line in lines} == {"core"}
+
+
+def test_what_a_check_refuses_is_said_in_its_own_words():
+    text = verdict(CHECKED["model.attention"], lambda x, *given: x.detach())
+    assert text.splitlines()[1].startswith("  autograd can't follow it")

@@ -129,7 +129,7 @@ def loss_as_a_tensor(weights, loss_of, batches, rates, update, on_step, *_, **__
     on_step(loss_of(weights, *next(batches)), 1.0)
 
 
-@wrong(exercises.resume, "raised ValueError: call make_run() twice")
+@wrong(exercises.resume, "call make_run() twice")
 def whole_run_at_once(make_run, before, after):
     run = make_run()
     run.train(before + after)

@@ -76,7 +76,7 @@ def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_save
         # a function of its own goes with an answer, and so does a constant
         (
             {"rotate": OWN_ROTATE, "attention": "def attention(x, *given):\n    return x"},
-            "attention: not yet: attention(",
+            "attention: not yet: attention",
             "rotate: yours, attention: the solution, block: the solution\n",
         ),
         (
