@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -43,8 +44,9 @@ class Command(NamedTuple):
     """`module:name`; an int that it returns is the exit code."""
 
     prints: str = ""
-    """Printed if the function returned something true; may contain {config} and {result}. By
-    default a path that it returned, and where a benchmark's report is."""
+    """Printed if the function returned something true; may contain {config}, {result} and
+    {quoted}, the result as a shell takes it. By default a path that it returned, and where a
+    benchmark's report is."""
 
     interrupted: str = ""
     """Printed after Ctrl-C: how to go on."""
@@ -88,7 +90,7 @@ USE: dict[str, Command] = {
     "import": Command(
         "Make a run from a Llama-like model that `transformers` saved.",
         "lib.training.commands:import_",
-        prints="{result}; python -m lib generate --checkpoint {result} continues texts with it",
+        prints="{result}; python -m lib generate --checkpoint {quoted} continues texts with it",
         word="folder",
     ),
     "runs": Command(
@@ -394,7 +396,8 @@ def run_command(name: str, flags: list[str]) -> int:
     if report:
         prints = f"{{config.output}}/{report.name}"
     if prints and result:
-        results = prints.format(config=config, result=result)
+        quoted = shlex.quote(str(result))
+        results = prints.format(config=config, result=result, quoted=quoted)
         print(results)
         # what is on record beside it, if the repository has a file of that name
         if (PRESETS.parents[1] / "artifacts" / Path(results).name).is_file():
@@ -599,7 +602,6 @@ def print_error(error: Exception, is_debug: bool) -> None:
 def where_to_run(error: Exception) -> str:
     """The command to run instead, for an `error` of a Python that lacks the workbook's packages."""
     import importlib.util
-    import shlex
 
     needed = ("lazy_loader", "torch", "tqdm", "nbformat", "pydantic", "tyro")
     if not isinstance(error, ModuleNotFoundError) or all(map(importlib.util.find_spec, needed)):

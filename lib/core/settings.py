@@ -41,7 +41,9 @@ def require(condition: object, message: str) -> None:
 
 def check(config: Any, field: str, condition: object, expected: str) -> None:
     """Raise `ValueError: FIELD must be EXPECTED, got VALUE` unless `condition` holds."""
-    require(condition, f"{field} must be {expected}, got {getattr(config, field)!r}")
+    value = getattr(config, field)
+    shown = str(value) if isinstance(value, Path) else repr(value)
+    require(condition, f"{field} must be {expected}, got {shown}")
 
 
 def whole_number(name: str, value: Any, least: int) -> int:

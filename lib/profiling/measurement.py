@@ -85,8 +85,8 @@ def time_figures(times_ms: Sequence[float]) -> dict[str, Any]:
 
 
 def interquartile_range(values: Sequence[float]) -> float | None:
-    """Return the third quartile minus the first; None for no values."""
-    return float(np.subtract(*np.percentile(values, [75, 25]))) if len(values) else None
+    """Return the third quartile minus the first; None for fewer than two values."""
+    return float(np.subtract(*np.percentile(values, [75, 25]))) if len(values) > 1 else None
 
 
 def time_ratio(

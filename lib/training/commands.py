@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ def _print_training(result: TrainResult) -> None:
     stored = sorted((result.output / "wandb").glob("offline-run-*"))
     waiting = [str(folder) for folder in stored if not any(folder.glob("*.synced"))]
     if waiting:
-        print(f"upload to W&B: wandb sync {' '.join(waiting)}")
+        print(f"upload to W&B: wandb sync {shlex.join(waiting)}")
     if (result.output / "tensorboard").exists():
         print(f"look at it: tensorboard --logdir {result.output / 'tensorboard'}")
 

@@ -366,7 +366,7 @@ def _check_folder(run: Run) -> None:
         raise ValueError(f"output must hold no run when resume is False, got {folder}")
     if not record_path.exists() and not any(folder.glob("checkpoints/step-*")):
         # a run that was not saved yet has run.json before it has any of these
-        for path in (config_path, folder / "metrics.jsonl"):
+        for path in (config_path, folder / "metrics.jsonl", folder / "train.npy"):
             if path.exists() and path.stat().st_size:
                 raise ValueError(
                     f"output must be new or the folder of a run, got {folder}, which has "

@@ -168,7 +168,7 @@ def test_every_command_has_a_function_of_its_config(name):
     # without one it is called without arguments
     needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     assert [p.name for p in needed] in ([], ["config"])
-    values = {"config": cls and cls(), "result": "RESULT"}
+    values = {"config": cls and cls(), "result": "RESULT", "quoted": "RESULT"}
     assert not each.prints or "{" not in each.prints.format(**values)
 
 

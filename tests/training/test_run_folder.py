@@ -258,7 +258,7 @@ def test_without_resume_a_folder_must_hold_no_run(config, half, straight):
     assert contents(half) == before
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "train.npy"])
 def test_files_of_something_else_are_not_overwritten(config, name):
     config.output.mkdir()
     (config.output / name).write_text('{"model_type": "gpt2"}\n')

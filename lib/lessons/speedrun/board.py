@@ -15,6 +15,7 @@ import numpy as np
 
 from lib.core.files import ROOT, write_atomically
 from lib.core.records import new_record, read_records, to_markdown
+from lib.core.settings import require
 from lib.lessons.speedrun.race import (
     CLASSES,
     RaceClass,
@@ -47,8 +48,17 @@ def entry_of(
 
 
 def read_entries(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """The entries in a folder, a file each."""
-    return [record for file in sorted(folder.glob("*.jsonl")) for record in read_records(file)]
+    """The entries in a folder, a file each, or in one file.
+
+    Raises:
+        ValueError: a file holds another kind of record.
+    """
+    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [folder]
+    found = [(file, record) for file in files for record in read_records(file)]
+    for file, record in found:
+        is_entry = {"entry", "class", "runs"} <= record.get("figures", {}).keys()
+        require(is_entry, f"{file} holds a record that is none of a race; take it away")
+    return [record for _, record in found]
 
 
 # What may be claimed

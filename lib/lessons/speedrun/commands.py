@@ -44,6 +44,7 @@ from lib.lessons.speedrun.referee import (
     Run,
     check_distinct,
     course_of,
+    end_all,
     run_entry,
     seeds,
 )
@@ -135,7 +136,12 @@ def race_in_turns(
         device = tracks[0][2].race.device
         workers = stack.enter_context(workers_for(device, which))
         jobs = [(*track, seed) for seed in seeds(count) for track in tracks]
-        runs = list(workers.map(run, *zip(*jobs)))
+        try:
+            runs = list(workers.map(run, *zip(*jobs)))
+        except BaseException:
+            # leaving the workers waits for them
+            end_all()
+            raise
     records = []
     for number, (name, source) in enumerate(entries):
         its = runs[number :: len(entries)]
@@ -151,10 +157,11 @@ def race_source(name: str, source: str, which: RaceClass, count: int) -> dict[st
 
 
 def keep(record: dict[str, Any], folder: Path) -> Path:
-    """Write an entry's record into a board's folder, in place of an earlier one."""
+    """Write an entry's record into a board's folder; one of its name before is `NAME.jsonl.old`."""
     make_folder(folder)
     path = folder / f"{record['figures']['entry']}.jsonl"
-    path.unlink(missing_ok=True)
+    if path.exists():
+        path.replace(path.with_suffix(".jsonl.old"))
     append_record(path, record)
     return path
 
@@ -164,6 +171,10 @@ def race(config: RaceConfig) -> Path:
     require(config.entry.is_file(), f"entry must be a file with a recipe, got {config.entry}")
     source = config.entry.read_text(encoding="utf-8")
     name = config.name or config.entry.stem
+    require(Path(name).name == name, f"name must be that of a file, without a folder, got {name}")
+    # what is wrong with the board is found before the race
+    make_folder(config.board)
+    read_entries(config.board)
     which = CLASSES[config.race_class]
     entries, others = read_entries(), []
     if config.against == "fastest":
@@ -177,8 +188,8 @@ def race(config: RaceConfig) -> Path:
         compared = comparison(record, other, in_turns=bool(raced))
     record["figures"]["compared"] = compared
     path = keep(record, config.board)
-    write_leaderboard(config.board)
     print(record["figures"]["runs"][0]["story"], compared, sep="\n\n")
+    write_leaderboard(config.board)
     return path
 
 
@@ -205,7 +216,9 @@ def card(config: CardConfig) -> Path:
     require(path is not None, "no entry is on your board yet; race one: python -m lib race FILE")
     found = path.suffix == ".jsonl" and path.is_file()
     require(found, f"entry must be a record, such as {own_board() / 'my_run.jsonl'}, got {path}")
-    return draw_card(read_records(path)[-1], config.output)
+    entries = read_entries(path)
+    require(entries, f"entry must be a record of a race, but {path} holds none")
+    return draw_card(entries[-1], config.output)
 
 
 @settings

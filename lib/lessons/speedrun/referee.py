@@ -60,6 +60,8 @@ PATIENCE = 6
 PROMPT = "Once upon a time"
 # At 0.7 a model at the sprint's target names four or five people in a story of two, at 0.3 three.
 TELLING: dict = {"max_new_tokens": 150, "temperature": 0.3, "top_p": 0.9, "seed": 1}
+# The entrants that run now.
+RUNNING: set[subprocess.Popen] = set()
 
 
 class Fault(ValueError):  # noqa: N818  a fault of an entry, not of this program
@@ -142,6 +144,7 @@ def run_entry(source: str, course: Course, seed: int) -> Run:
         program = f"from lib.lessons.speedrun.entrant import main; main({port})"
         command = [sys.executable, "-c", program]
         process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
+        RUNNING.add(process)
         Thread(target=knock_at_end, args=(process, listener.address, key), daemon=True).start()
         try:
             first = listener.accept()
@@ -154,9 +157,21 @@ def run_entry(source: str, course: Course, seed: int) -> Run:
                 read(first)
             raise
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
+            RUNNING.discard(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End an entrant, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_all() -> None:
+    """End all runs, which threads follow that an interrupt does not reach."""
+    for process in [*RUNNING]:
+        end(process)
 
 
 def knock_at_end(process: subprocess.Popen, address: Any, key: bytes) -> None:

@@ -92,7 +92,7 @@ class AttentionBenchmarkConfig(SamplingConfig):
     """Kernels to compare; if empty, all that the device runs."""
 
     custom_tiers: tuple[str, ...] = ()
-    """Lengths as QUERIES:KEYS, e.g. 1024:4096; if empty, 128 to 512 on CPU, to 32768 on GPU."""
+    """Lengths as QUERIES:KEYS, like 1024:4096; if empty, 128 to 512 on CPU, to 32768 on GPU."""
 
     head_dims: tuple[PositiveInt, ...] = ()
     """Head sizes; if empty, 64 on CPU, 64 and 128 on GPU."""

@@ -168,11 +168,9 @@ def or_out_of_memory(
     """
     try:
         found = list(measure(group))
-        for each, case in zip(found, group):
+        for each in found:
             if not isinstance(each, Mapping):
                 raise TypeError(f"figures must be a mapping, such as .figures(), got {each!r}")
-            if hidden := each.keys() & vars(case).keys():
-                raise ValueError(f"figures must not be called as settings are: {hidden}")
         return [each if "status" in each else {"status": "ok", **each} for each in found]
     except Exception as error:
         if not is_out_of_memory(error):

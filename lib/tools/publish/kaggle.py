@@ -17,6 +17,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -133,9 +134,10 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
             print(f"{job.name} runs: {run_kernel(output, job.name):.0f} s")
     # last, since Kaggle's client takes no dataset without it
     describe_dataset(output / "dataset", config.user)
-    pushes = [f"  kaggle kernels push -p {output}/kernels/{job.name}" for job in jobs]
+    folder = shlex.quote(str(output))
+    pushes = [f"  kaggle kernels push -p {folder}/kernels/{job.name}" for job in jobs]
     dataset = f"{config.user or NOBODY}/{NAME}"
-    print(UPLOAD.format(output=output, dataset=dataset, kernels="\n".join(pushes)))
+    print(UPLOAD.format(output=folder, dataset=dataset, kernels="\n".join(pushes)))
     if not config.user:
         print("It has no owner yet: build it with --user and your name on Kaggle.")
     return output

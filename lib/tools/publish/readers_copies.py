@@ -73,7 +73,7 @@ def copy_notebooks(config: CopyConfig, *, root: Path = ROOT) -> int:
         given[source.stem] = _sha256(fresh)
         write_atomically(work / RECORD, json.dumps(given, indent=1))
     if made:
-        print(f"{work.name}/: {made} copied from notebooks/; what you do there is yours alone")
+        print(f"{config.folder}/: {made} copied from notebooks/; what you do there is yours alone")
     return 0
 
 

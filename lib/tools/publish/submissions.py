@@ -115,6 +115,9 @@ def grade_submissions(config: ExercisesConfig, *, root: Path = ROOT) -> int:
     folder = config.submissions
     assert folder is not None
     found = find_submissions(folder, config.notebooks, root)
+    if config.csv and config.csv.exists():
+        is_ours = config.csv.read_text(encoding="utf-8", errors="replace").startswith("student,")
+        require(is_ours, f"csv must be new or a table of grades, got {config.csv}")
     if not offline():
         print("the network stays on: this system does not let a process do without it")
     grade_one = functools.partial(grade, seconds=config.seconds, root=root)
@@ -154,7 +157,13 @@ def find_submissions(folder: Path, wanted: Sequence[str], root: Path = ROOT) -> 
         else:
             continue
         for path in paths:
-            if ".ipynb_checkpoints" not in path.parts and (lesson := _lesson_of(path, lessons)):
+            lesson = _lesson_of(path, lessons)
+            if ".ipynb_checkpoints" in path.parts or lesson is None:
+                continue
+            other = handed_in.get((students[-1], lesson))
+            if other:
+                print(f"{students[-1]} handed in {lesson.stem} more than once; the newest counts")
+            if other is None or path.stat().st_mtime >= other.stat().st_mtime:
                 handed_in[students[-1], lesson] = path
     require(handed_in, f"submissions must have notebooks of students, got none in {folder}")
     asked = [each for each in lessons if wanted or any(each == lesson for _, lesson in handed_in)]
@@ -165,7 +174,7 @@ def find_submissions(folder: Path, wanted: Sequence[str], root: Path = ROOT) -> 
 def _lesson_of(path: Path, lessons: Sequence[Path]) -> Path | None:
     """The lesson whose name a notebook has in its own, or whose number in its first heading."""
     for lesson in lessons:
-        if lesson.stem in path.stem:
+        if lesson.stem in path.stem.lower():
             return lesson
     text = path.read_text(encoding="utf-8", errors="replace")
     number = re.search(r'"# (\d\d) · ', text)
@@ -175,7 +184,11 @@ def _lesson_of(path: Path, lessons: Sequence[Path]) -> Path | None:
 def _student_of(path: Path, lessons: Sequence[Path]) -> str:
     """The name of a student from that of a notebook: `ada` from `ada_01_tokenizer.ipynb`."""
     lesson = _lesson_of(path, lessons)
-    return path.stem.replace(lesson.stem, "").strip(" _-") if lesson else path.stem
+    # browsers number files that are downloaded again
+    name = re.sub(r" ?\(\d+\)$", "", path.stem)
+    if lesson:
+        name = re.sub(lesson.stem, "", name, flags=re.IGNORECASE).strip(" _-")
+    return name or "without a name"
 
 
 def grade(submission: Submission, *, seconds: float, root: Path = ROOT) -> list[dict[str, Any]]:

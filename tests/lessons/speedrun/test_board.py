@@ -3,14 +3,19 @@
 import contextlib
 import copy
 import dataclasses
+import signal
+import subprocess
+import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lib.core.records import append_record, read_records
 from lib.lessons.exercise import NOT_ATTEMPTED
-from lib.lessons.speedrun import board, commands, exercises, ladder
+from lib.lessons.speedrun import board, commands, exercises, ladder, referee
 from lib.lessons.speedrun.board import (
     LEADERBOARD,
     board_rows,
@@ -116,7 +121,7 @@ def test_a_race_keeps_says_and_draws_how_it_compares(against, tmp_path, monkeypa
         asked.extend(name for name, _ in sources)
         return [entry(name, [40, 41, 42 + 9 * n]) for n, (name, _) in enumerate(sources)]
 
-    monkeypatch.setattr(commands, "read_entries", lambda: entries)
+    monkeypatch.setattr(commands, "read_entries", lambda *at: read_entries(*at) if at else entries)
     monkeypatch.setattr(commands, "race_in_turns", race_on_paper)
     (file := tmp_path / "my_run.py").write_text(ladder.best(), encoding="utf-8")
     path = commands.race(commands.RaceConfig(entry=file, against=against, board=tmp_path))
@@ -131,6 +136,26 @@ def test_a_race_keeps_says_and_draws_how_it_compares(against, tmp_path, monkeypa
     assert picture.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match=r"entry must be a record, such as .*, got .*my_run.py"):
         commands.card(commands.CardConfig(file, tmp_path / "card.png"))
+    # the record before stays
+    commands.race(commands.RaceConfig(entry=file, against=against, board=tmp_path))
+    assert read_records(path.with_suffix(".jsonl.old")) == [record]
+
+
+def test_what_is_wrong_with_a_board_is_found_before_a_race(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "race_in_turns", lambda *a: pytest.fail("it races"))
+    (file := tmp_path / "my_run.py").write_text(ladder.best(), encoding="utf-8")
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board/foreign.jsonl").write_text('{"a": 1}\n')
+    for change, message in (
+        ({"board": file}, "my_run.py"),
+        ({"board": tmp_path / "board"}, r"foreign.jsonl holds a record that is none of a race"),
+        ({"name": "a/b"}, "name must be that of a file, without a folder, got a/b"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            commands.race(commands.RaceConfig(entry=file, **({"board": tmp_path} | change)))
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"entry must be a record of a race, but .*empty"):
+        commands.card(commands.CardConfig(tmp_path / "empty.jsonl", tmp_path / "card.png"))
 
 
 def test_the_board_says_who_is_faster_and_a_single_run_claims_nothing():
@@ -310,3 +335,25 @@ def test_a_fault_of_an_entry_is_its_verdict(tmp_path, monkeypatch):
 
 def raises(*asked):
     raise Fault("it has seen that")
+
+
+def test_an_interrupt_ends_the_runs_of_a_race(monkeypatch):
+    def run_entry(source, course, seed):
+        if seed == 1:
+            is_running.wait()
+            raise KeyboardInterrupt
+        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        referee.RUNNING.add(process)
+        is_running.set()
+        ended.append(process.wait())
+
+    is_running, ended = threading.Event(), []
+    monkeypatch.setattr(commands, "seeds", lambda count: [1, 2])
+    monkeypatch.setattr(referee, "RUNNING", set())
+    monkeypatch.setattr(commands, "run_entry", run_entry)
+    course = SimpleNamespace(race=SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(commands, "courses_of", lambda *given: defaultdict(lambda: course))
+    monkeypatch.setattr(commands, "workers_for", lambda *given: ThreadPoolExecutor(2))
+    with pytest.raises(KeyboardInterrupt):
+        commands.race_in_turns([("mine", ladder.best())], CLASSES["sprint"], 2)
+    assert ended == [-signal.SIGKILL]

@@ -204,7 +204,6 @@ def test_a_sweep_can_be_made_again(tmp_path):
     [
         ([], {}, ValueError, "nothing to measure: a setting is empty"),
         (CASES[:1], None, TypeError, r"must be a mapping, such as \.figures\(\), got None"),
-        (CASES[:1], {"size": 1.0}, ValueError, "must not be called as settings are: {'size'}"),
         (
             CASES[:1],
             {"ms": torch.ones(1)},

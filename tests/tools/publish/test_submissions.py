@@ -1,6 +1,8 @@
 """Students' notebooks are graded in copies: limits, tampering, missing work, one table for all."""
 
 import csv
+import dataclasses
+import os
 import socket
 
 import nbformat
@@ -120,6 +122,17 @@ def test_ten_submissions_are_graded_each_by_itself(book):
             server.accept()
 
 
+def test_of_several_versions_the_newest_counts(book, capsys):
+    folder = book / "handed_in"
+    names = ("ada/01_lesson.ipynb", "ada/a/01_lesson.ipynb", "ada_01_Lesson (1).ipynb")
+    for age, name in enumerate(names):
+        write(folder / name, *RIGHT)
+        os.utime(folder / name, (10**9 - age,) * 2)
+    (found,) = find_submissions(folder, (), book)
+    assert (found.student, found.path) == ("ada", folder / names[0])
+    assert capsys.readouterr().out.count("ada handed in 01_lesson more than once") == 2
+
+
 def test_every_student_is_found_and_what_is_missing_is_named(book, capsys, monkeypatch):
     write(book / "notebooks/02_more.ipynb", *RIGHT)
     folder = book / "handed_in"
@@ -142,6 +155,9 @@ def test_every_student_is_found_and_what_is_missing_is_named(book, capsys, monke
     monkeypatch.setattr(submissions, "_run", lambda *given: None)
     config = ExercisesConfig(submissions=folder, seconds=1)
     grade_submissions(config, root=book)
+    (folder / "notes.txt").write_text("my grades")
+    with pytest.raises(ValueError, match=r"csv must be new or a table of grades, got .*notes.txt"):
+        grade_submissions(dataclasses.replace(config, csv=folder / "notes.txt"), root=book)
     assert "dana, 02_more: half is missing: not handed in\n" in capsys.readouterr().out
     (folder / "empty").mkdir()
     for name, said in (("none", "must be a folder"), ("empty", "must have notebooks of students")):
