@@ -341,7 +341,9 @@ class FlatParameters(Bucket):
             shard.grad = part if is_first else shard.grad + part
 
     def drop_gradients(self) -> None:
-        """Forget whole gradients that were not sent."""
+        """Forget whole gradients that were not sent, and a mean that has not been received."""
+        super().receive_mean()
+        self.mean = None
         for index, (grad, _, is_own) in self.unsent.items():
             if is_own and self.shards[index].grad is grad:
                 self.shards[index].grad = None

@@ -35,7 +35,9 @@ in the next pass.
 may be unused on some if its outputs are tensors, in lists, dicts or dataclasses. A parameter
 without a gradient on any rank has none afterwards.
 
-**After an exception in backward** that is raised on all ranks, the next forward pass starts anew.
+**After an exception in backward** that is raised on all ranks, clear the gradients, through the
+optimizer or the model: the next forward pass starts anew. What was not averaged by then, also in
+`no_sync` before, is forgotten.
 """
 
 from __future__ import annotations
@@ -168,9 +170,9 @@ class FSDP(GradientSync, Wrapper):
                 return self.module(*args, **kwargs)
 
             # after an optimizer step; what is outside of blocks is gathered for the whole step
+            self.follow_shards()
             if self.must_finish:
                 raise not_finished()
-            self.follow_shards()
             self.is_in_forward = True
             for flat in self.flats:
                 flat.put(flat.placeholders)
@@ -351,9 +353,11 @@ class FSDP(GradientSync, Wrapper):
     def settle(self) -> None:
         """Forget a backward pass that an exception has ended; on all ranks."""
         if self.is_in_backward and torch._C._current_graph_task_id() < 0:
-            self.receive()
+            # also what is on its way: the optimizer may have cleared the shards' gradients by now
+            self.reducing = []
             for flat in self.flats:
                 flat.drop_gradients()
+            self.has_unsent = self.must_finish = False
             self._end_pass()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,7 +1,9 @@
 """Properties of FSDP, each a function that all ranks of a group run."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -327,16 +329,26 @@ def check_a_forgotten_finish_is_an_error_at_the_next_forward() -> None:
 
 
 def check_training_goes_on_after_an_exception_that_all_ranks_have() -> None:
-    net, alone = Net(), Net()
-    model = FSDP(net)
-    hook = net.layers[1].register_forward_hook(lambda *args: Raise.apply(args[2]))
-    loss = loss_of(model, *part(0, 0, rank()))
-    assert message_of(loss.backward) == "RuntimeError: in backward"
-    hook.remove()
-    model.zero_grad()
-    backward(model)
+    alone = Net()
     mean_loss(alone).backward()
-    torch.testing.assert_close(model.grad_norm(), clip_grad_norm(alone.parameters(), 1e9))
+    norm = clip_grad_norm(alone.parameters(), 1e9)
+    for clears, is_syncing in itertools.product(("model", "optimizer", "zeros"), (True, False)):
+        net = Net()
+        model = FSDP(net)
+        optimizer = torch.optim.SGD(model.parameters())
+        zeros = functools.partial(optimizer.zero_grad, set_to_none=False)
+        clear = {"model": model.zero_grad, "optimizer": optimizer.zero_grad, "zeros": zeros}[clears]
+        # a pass before, and one that fails while the last block's gradients are on their way
+        right = loss_of(model, *part(1, 0, rank()))
+        hook = net.layers[0].register_forward_hook(lambda *args: Raise.apply(args[2]))
+        wrong = loss_of(model, *part(1, 1, rank()))
+        hook.remove()
+        with contextlib.nullcontext() if is_syncing else model.no_sync():
+            right.backward()
+        assert message_of(wrong.backward) == "RuntimeError: in backward"
+        clear()
+        backward(model)
+        torch.testing.assert_close(model.grad_norm(), norm, msg=lambda m: f"{clears}: {m}")  # noqa: B023
 
 
 # Refusals
