@@ -240,6 +240,7 @@ def _work(
     os.environ[JOB_FOLDER] = str(folder)
     numbers = {"rank": rank, "world_size": world_size}
     rendezvous: dict[str, Any] = {"init_method": f"file://{folder}/rendezvous", **numbers}
+    has_returned = False
     try:
         # loading a registered backend's function imports its file, which registers it here
         fn, args, options, registered = torch.load(folder / "call.pt", weights_only=False)
@@ -247,10 +248,12 @@ def _work(
             rendezvous["pg_options"] = options
         with join_group(backend, rank, world_size, timeout, lambda: rendezvous):
             torch.save(fn(*args), _result_file(folder, rank))
+            has_returned = True
             barrier()
     except BaseException as error:
         record = {
             "time": time.time(),
+            "has_returned": has_returned,
             "summary": traceback.format_exception_only(error)[-1].strip(),
             "traceback": traceback.format_exc(),
         }
@@ -297,15 +300,18 @@ def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerErro
     """The error of a job whose ranks `ended` by themselves, in this order; the others were stopped.
 
     The cause is a rank that ended without an exception, if there is one, else the earliest
-    exception: later ones are raised because a rank is gone.
+    exception: later ones are raised because a rank is gone. One of a rank whose function had
+    returned, and which waited for the others, counts only if there is no other.
     """
     ranks = range(len(exitcodes))
     files = {r: _failure_file(folder, r) for r in ranks}
     failures = {r: json.loads(files[r].read_text()) for r in ranks if files[r].exists()}
-    returned = [r for r in ended if exitcodes[r] == 0 and _result_file(folder, r).exists()]
+    returned = {r for r in ended if exitcodes[r] == 0 and _result_file(folder, r).exists()}
+    died = [r for r in ended if r not in failures and r not in returned]
+    returned |= {r for r in failures if failures[r]["has_returned"]}
+    causes = [r for r in failures if r not in returned] or failures
 
-    earliest = min(failures, key=lambda r: failures[r]["time"], default=None)
-    died = [r for r in ended if r not in (*failures, *returned)]
+    earliest = min(causes, key=lambda r: failures[r]["time"], default=None)
     if died:
         rank = died[0]
         message = f"rank {rank} of {len(ranks)} {_how_it_ended(exitcodes[rank])}"
@@ -323,7 +329,7 @@ def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerErro
     if failure["summary"].startswith("TimeoutError") and stopped and not is_named:
         others = f" (not called by rank {', '.join(map(str, stopped))})"
     elif returned:
-        others = f" (had returned by then: rank {', '.join(map(str, returned))})"
+        others = f" (had returned by then: rank {', '.join(map(str, sorted(returned)))})"
     message = f"rank {rank} of {len(ranks)} raised {failure['summary']}{others}"
     return WorkerError(f"{message}\n\n{failure['traceback']}", rank)
 

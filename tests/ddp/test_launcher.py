@@ -68,6 +68,7 @@ def test_a_rank_never_looks_for_garbage_in_what_was_loaded_before_it_started():
         ("hangs", {"world_size": 3, "timeout": 3}, None, "timeout = 3 s.*not called by rank 1"),
         ("sends another shape", {}, 0, r"asked for \(shapes differ between ranks\)"),
         ("returns early", {}, 0, "had returned by then: rank 1"),
+        ("returns before a collective", {"timeout": 3}, 0, r"\(had returned by then: rank 1\)"),
     ],
 )
 def test_the_rank_that_failed_first_is_the_cause(how, options, rank, words):
@@ -83,7 +84,8 @@ LOST = "RuntimeError: [pair.cc:553] Connection reset by peer [127.0.0.1]:1"
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("summary", [LOST, "ValueError: step 7 failed"])
 def test_a_rank_that_died_is_named_before_what_others_raised(tmp_path, number, summary):
-    record = {"time": 0.0, "summary": summary, "traceback": f"Traceback\n{summary}\n"}
+    record = {"time": 0.0, "has_returned": False, "summary": summary}
+    record["traceback"] = f"Traceback\n{summary}\n"
     (tmp_path / "failure-0.json").write_text(json.dumps(record))
     # rank 2 was still running, and so was stopped
     error = launcher._failure(tmp_path, [1, -number, -signal.SIGTERM], ended=[0, 1])

@@ -141,10 +141,13 @@ def fail(how: str) -> None:
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "hangs":
                 time.sleep(1000)
-            case "returns early":
+            case "returns early" | "returns before a collective":
                 return
             case "sends another shape":
                 dist.all_reduce(torch.ones(5))
+    if how == "returns before a collective":
+        dist.all_reduce(torch.ones(4))
+        return
     if how == "sends another shape":
         dist.all_reduce(torch.ones(4))
     for _ in range(2):
