@@ -287,11 +287,11 @@ class InOrder(GradientSync):
     def gradient_arrived(self, param: Tensor) -> None:
         """Called by autograd when a gradient is complete; send the buckets that are, too."""
         key = id(param)
-        if key in self.arrived or self.is_closed:
+        if (key in self.arrived and self.overlaps) or self.is_closed:
             raise RuntimeError(
                 f"the gradient of {self.names[key]} grew again after its {self.collective} had "
-                "started; run one backward pass before finish_gradient_synchronization(), and "
-                "those before it in no_sync()"
+                "started; run one backward pass before finish_gradient_synchronization(), those "
+                "before it in no_sync(), and checkpoints with use_reentrant=False"
             )
         if param.grad.layout != torch.strided:
             raise not_dense(self.names[key], param.grad)
@@ -300,7 +300,7 @@ class InOrder(GradientSync):
             return
 
         # if an exception ends the backward pass, `is_in_backward` stays on
-        if not self.arrived and not self.is_in_backward:
+        if not self.is_in_backward:
             self.is_in_backward = True
             on_end = functools.partial(setattr, self, "is_in_backward", False)
             torch.autograd.Variable._execution_engine.queue_callback(on_end)
@@ -417,10 +417,10 @@ def not_dense(name: str, grad: Tensor) -> ValueError:
     return ValueError(f"the gradient of {name} must be dense (sparse=False), got {grad.layout}")
 
 
-def not_finished() -> RuntimeError:
-    """The error for a forward pass after gradients that were not averaged."""
+def not_finished(what: str) -> RuntimeError:
+    """The error for what comes after gradients that were not averaged, such as a forward pass."""
     return RuntimeError(
-        "forward after a backward pass whose gradients were not averaged; call "
+        f"{what} after a backward pass whose gradients were not averaged; call "
         "finish_gradient_synchronization() between backward() and optimizer.step(), or run all "
         "backward passes but the last in no_sync()"
     )

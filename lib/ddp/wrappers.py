@@ -38,6 +38,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -63,7 +64,7 @@ class DataParallel(InOrder, Wrapper):
 
     On several ranks, backward raises if a gradient is sparse, or grows after its all-reduce has
     started, and names the parameter. If backward raises on one rank, all ranks must either handle
-    it or fail; the next forward pass first finishes what was started.
+    it or fail; the next forward pass first finishes what was started, and clears all gradients.
 
     Args:
         module: on its device, in its dtype, with frozen parameters already frozen.
@@ -98,13 +99,27 @@ class DataParallel(InOrder, Wrapper):
         Raises:
             RuntimeError: the gradients of the last backward pass were not synchronized.
         """
-        if self.arrived:
+        # but not where a checkpoint runs the module again in backward
+        if self.arrived and torch._C._current_graph_task_id() < 0:
             if not self.is_in_backward:
-                raise not_finished()
+                raise not_finished("forward")
             # an exception ended that backward pass, perhaps at different points on different
             # ranks; once all have sent everything, they are in step again
             self.finish_gradient_synchronization()
+            # means of that pass: some came after the caller had set gradients to zero
+            for param in self.params:
+                param.grad = None
         return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state dict, under its own names, compiled or not.
+
+        Raises:
+            RuntimeError: the gradients of the last backward pass were not synchronized.
+        """
+        if self.arrived and not self.is_in_backward:
+            raise not_finished("state_dict()")
+        return super().state_dict(*args, **kwargs)
 
     def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
         """One bucket per parameter."""
@@ -155,7 +170,7 @@ class NaiveDDP(DataParallel):
 class FlatDDP(DataParallel):
     """After backward, one all-reduce of all gradients (per dtype).
 
-    No hook interrupts the model, which can be compiled as a whole, and no kernel of NCCL takes
+    Its hooks send nothing, so the model can be compiled as a whole, and no kernel of NCCL takes
     multiprocessors from backward: between two GPUs over NVLink that may win more than overlap does.
 
     NCCL takes gradients where backward put them. For other backends they are copied into one

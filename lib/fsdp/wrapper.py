@@ -172,7 +172,7 @@ class FSDP(GradientSync, Wrapper):
             # after an optimizer step; what is outside of blocks is gathered for the whole step
             self.follow_shards()
             if self.must_finish:
-                raise not_finished()
+                raise not_finished("forward")
             self.is_in_forward = True
             for flat in self.flats:
                 flat.put(flat.placeholders)
@@ -481,8 +481,13 @@ class FSDP(GradientSync, Wrapper):
 
         Args:
             on_first_only: gather block by block onto rank 0's CPU; other ranks get none.
+
+        Raises:
+            RuntimeError: the gradients of the last backward pass were not synchronized.
         """
         self.follow_shards()
+        if self.must_finish:
+            raise not_finished("state_dict() or full_parameters()")
         whole: dict[str, Tensor] = {}
         for flat in self.flats:
             tensors = flat.copies()

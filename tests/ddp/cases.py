@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lib.core import ranges
 from lib.ddp import process_group
@@ -156,7 +157,10 @@ def check_a_forgotten_finish_is_an_error_at_the_next_forward() -> None:
             model(torch.ones(2, 4)).sum().backward()
             message = message_of(lambda: model(torch.ones(2, 4)))  # noqa: B023
             assert message.startswith("RuntimeError: forward after a backward pass"), message
+            message = message_of(model.state_dict)
+            assert message.startswith("RuntimeError: state_dict() after a backward pass"), message
             model.finish_gradient_synchronization()
+            model.state_dict()
             model(torch.ones(2, 4))
 
 
@@ -173,19 +177,53 @@ class Raise(torch.autograd.Function):
 
 
 def check_training_goes_on_after_backward_failed_elsewhere_on_each_rank() -> None:
-    for name in ("naive", "flat", "overlap", "flashddp", "flashddp, caps below a parameter"):
+    names = ("naive", "flat", "overlap", "flashddp", "flashddp, caps below a parameter")
+    for name, clears in itertools.product(names, ("not", "to None", "to zeros", "after forward")):
         module = stack()
         model = WRAPPERS[name](module)
         step_of(model)
+        model.zero_grad()
         hook = module[rank()].register_forward_hook(lambda *args: Raise.apply(args[2]))
         loss = model(torch.ones(2, 4)).sum()
         assert message_of(loss.backward) == "RuntimeError: in backward", name
         hook.remove()
+        # ranks have sent other gradients, and those that were not received are cleared, too
+        if clears.startswith("to"):
+            model.zero_grad(set_to_none=clears == "to None")
         loss = model(input_of(rank())).square().mean()
-        module.zero_grad()
+        if clears == "after forward":
+            model.zero_grad()
         loss.backward()
         model.finish_gradient_synchronization()
-        check_mean(module, copy.deepcopy(module), name)
+        check_mean(module, copy.deepcopy(module), f"{name}, cleared {clears}")
+
+
+def check_a_layer_that_a_checkpoint_runs_twice_is_averaged_or_refused_by_name() -> None:
+    for name, reentrant in itertools.product(OURS, (True, False)):
+        module = nn.Linear(4, 4, bias=False)
+        model, alone = wrap(name, module), copy.deepcopy(module)
+
+        def loss_of(call: nn.Module, number: int, reentrant: bool = reentrant) -> Tensor:
+            x = input_of(number).requires_grad_()
+            for _ in range(2):
+                x = checkpoint(call, x, use_reentrant=reentrant)
+            return x.square().mean()
+
+        def step(model: Any = model, loss_of: Callable = loss_of) -> None:
+            loss_of(model, rank()).backward()
+            model.finish_gradient_synchronization()
+
+        message = message_of(step)
+        if reentrant and name in ("overlap", "flashddp"):
+            assert "the gradient of weight grew again after its all-reduce" in message, message
+            assert message.endswith("and checkpoints with use_reentrant=False"), message
+            model.finish_gradient_synchronization()
+            continue
+        assert message == "no error", (name, message)
+        for number in range(2):
+            (loss_of(alone, number) / 2).backward()
+        for param, expected in zip(module.parameters(), alone.parameters()):
+            torch.testing.assert_close(param.grad, expected.grad)
 
 
 def check_what_cannot_be_averaged_is_refused_by_name() -> None:

@@ -324,7 +324,12 @@ def check_a_forgotten_finish_is_an_error_at_the_next_forward() -> None:
     loss_of(model, *part(0, 0, rank())).backward()
     message = message_of(lambda: loss_of(model, *part(0, 0, rank())))
     assert message.startswith("RuntimeError: forward after a backward pass"), message
+    for call in (model.state_dict, model.full_parameters):
+        message = message_of(call)
+        words = "RuntimeError: state_dict() or full_parameters() after a backward pass whose"
+        assert message.startswith(words), message
     model.finish_gradient_synchronization()
+    model.state_dict()
     backward(model)
 
 
