@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from lib.core.ranges import annotate
 from lib.ddp.flat import Bucket, Part, averaging, not_dense
 from lib.ddp.process_group import all_gather, mark_sharded, rank, reduce_scatter, world_size
+from lib.optimizer.adamw import clip_with
 
 # The number that grows when a tensor is changed in place.
 VERSION = operator.attrgetter("_version")
@@ -103,6 +104,8 @@ class FlatParameters(Bucket):
         self._fill_slice([flat[own.start : own.stop] for flat, own in zip(flattened, self.own)])
         for param in self.shards:
             mark_sharded(param)
+        if self.ranks > 1:
+            clip_with(self, Placeholder.clipped_by[0], self.shards)
         self._make_placeholders()
 
         # whole gradients that were added up without being sent
@@ -369,6 +372,8 @@ class Placeholder(nn.Parameter):
 
     flat: Any
     number: int
+    # see `lib.optimizer.adamw.clip_with`
+    clipped_by = "FSDP.clip_grad_norm", 0
 
     def __new__(cls, flat: Any, index: int) -> Placeholder:
         """Make it for parameter `index` of `flat`."""

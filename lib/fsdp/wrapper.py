@@ -27,6 +27,18 @@ ranks, and so do the vectors beside a matrix, such as a layer's bias. Optimizers
 rank, and their gradients are averaged by `finish_gradient_synchronization`. `full_parameters` and
 `state_dict` gather everything.
 
+**Clip with the FSDP's own `clip_grad_norm`**: another function takes the norm of one rank's shards
+alone, so that ranks clip vectors differently and no longer agree. That of `lib.optimizer` refuses
+them; `torch.nn.utils.clip_grad_norm_` does it without a word.
+
+**To save the optimizer, shard it.** The state of a plain one, as above, is that of this rank's
+shards, and no other rank's; loaded on another rank, it may fit and be wrong. This one trains the
+same, and `lib.checkpoint` saves the state of all ranks and loads it on any number of them:
+
+    optimizer = ShardedOptimizer(
+        model.whole_parameters(), AdamW, strategy=model.shards_of, lr=1e-3
+    )
+
 **Shards are all the state there is.** Every forward pass gathers them anew; in it a weight that is
 read while its block is not gathered gathers it. Changed shards, also by `.to(dtype)`, are followed
 in the next pass.
@@ -452,6 +464,9 @@ class FSDP(GradientSync, Wrapper):
         """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
 
         float32, or float64 where a parameter is, as `lib.optimizer.adamw.grad_norm`.
+
+        Raises:
+            RuntimeError: the gradients of the last backward pass were not synchronized.
         """
         if self.must_finish:
             raise RuntimeError(
@@ -469,7 +484,12 @@ class FSDP(GradientSync, Wrapper):
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
+        """Scale the gradients so that their norm is at most `max_norm`; return the norm before.
+
+        Raises:
+            RuntimeError: the gradients of the last backward pass were not synchronized.
+            ValueError: `max_norm` is negative.
+        """
         norm = self.grad_norm()
         scale_gradients(self.parameters(), clip_coefficient(norm, max_norm))
         return norm

@@ -6,6 +6,7 @@ Below is what comes before an update: the norm of all gradients, and clipping.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from inspect import unwrap
 from typing import Any
@@ -415,13 +416,40 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor
         The norm before clipping, as `grad_norm` does.
 
     Raises:
-        ValueError: `max_norm` is negative.
+        ValueError: `max_norm` is negative; or ranks share the gradients, see `clip_with`.
     """
     # one norm of all gradients together, so that clipping keeps their direction
     params = [params] if isinstance(params, Tensor) else list(params)
+    for param in params:
+        mark = getattr(param, "clipped_by", None)
+        if mark is not None:
+            raise ValueError(
+                f"params must have whole gradients, but a parameter of shape {tuple(param.shape)} "
+                f"has none or a part, as ranks share them; call {mark[0]}(), which adds up the "
+                "norm over the ranks"
+            )
     norm = grad_norm(params)
     scale_gradients(params, clip_coefficient(norm, max_norm))
     return norm
+
+
+def clip_with(owner: Any, method: str, params: list[Any]) -> None:
+    """Have `clip_grad_norm` refuse parameters whose gradients ranks share, while `owner` lives.
+
+    Args:
+        method: what clips them, for the message.
+    """
+    mark = method, id(owner)
+    for param in params:
+        param.clipped_by = mark
+    weakref.finalize(owner, _clip_again, mark, params).atexit = False  # type: ignore[misc]  # settable
+
+
+def _clip_again(mark: tuple[str, int], params: list[Any]) -> None:
+    for param in params:
+        # another owner may have them by now
+        if getattr(param, "clipped_by", None) == mark:
+            del param.clipped_by
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from lib.core.settings import require
 from lib.ddp.flat import Bucket, InOrder, fill_buckets, not_dense
 from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
 from lib.ddp.wrapper_base import wrapper_of
+from lib.optimizer.adamw import clip_with
 from lib.sharded_optimizer.shards import Shard, make_shard, name_of, whole_shard
 
 
@@ -97,6 +98,8 @@ class FlatSlices(InOrder):
 
         # trained ones fill buckets in reverse order, about that in which gradients arrive
         trained = [param for param in reversed(params) if param.requires_grad]
+        if self.reduces_gradients:
+            clip_with(self, "ShardedOptimizer.clip_grad_norm", trained)
         for filled in fill_buckets(trained, cap_bytes=self.cap_bytes):
             bucket = FlatBucket(filled, self.group)
             # what of this rank's slice belongs to which parameter

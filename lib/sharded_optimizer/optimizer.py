@@ -47,13 +47,14 @@ and one of `flat`, which needs no wrapper:
 optimizer. With `reduces_gradients`, one that some rank used gets the mean, in which the other
 ranks count as zero.
 
-**With `reduces_gradients`** averaged gradients are in the shards, where only the optimizer's own
-`zero_grad` clears them, not the module's. `torch.amp.GradScaler` would look at the wrong
-gradients: each rank at its own, some of which are in the shards already. After an exception in
-backward, ranks on which every gradient had already arrived call `zero_grad` and go on. Two
-optimizers overlap only if all ranks use the same parameters in the same order: each waits in
-backward for its own reduce-scatters, which a rank with another order would start too late, and all
-would hang.
+**With `reduces_gradients`** averaged gradients are in the shards. Only the optimizer's own
+`zero_grad` clears them: with the module's alone, those of all steps add up. Its own
+`clip_grad_norm` alone finds them: `torch.nn.utils.clip_grad_norm_` returns 0 and clips nothing, and
+that of `lib.optimizer` refuses. `torch.amp.GradScaler` would look at the wrong gradients: each rank
+at its own, some of which are in the shards already. After an exception in backward, ranks on which
+every gradient had already arrived call `zero_grad` and go on. Two optimizers overlap only if all
+ranks use the same parameters in the same order: each waits in backward for its own reduce-scatters,
+which a rank with another order would start too late, and all would hang.
 
 **Memory of `flat`.** Parameters become views of the buffers, at new addresses: capture CUDA graphs
 later, and convert and move the module before. They are contiguous from then on. With
@@ -109,7 +110,7 @@ class ShardedOptimizer(Optimizer):
     To its caller it is one optimizer over all parameters, with parameter groups and schedulers.
     `inner` is the `optimizer_cls` over this rank's shards; `state` is the inner optimizer's. In a
     group of one rank it is the plain optimizer. All ranks make the same calls in the same order,
-    starting from equal parameters.
+    starting from equal parameters. Clip and clear gradients with its own methods.
 
     Args:
         params: as for any optimizer; tied parameters once. With `module.named_parameters()` ranks
@@ -122,7 +123,8 @@ class ShardedOptimizer(Optimizer):
         strategy: `parameters` or `flat`, see above; or, for parameters that FSDP has divided among
             the ranks, what returns this rank's shards. Ranks then exchange nothing here.
         reduces_gradients: whether each rank's gradients are its own, to be averaged here; `flat`
-            only.
+            only. Without it, the caller or a wrapper averages them before `step` and `grad_norm`.
+            With it, the module's `zero_grad` does not clear them, but this optimizer's.
         overlap: whether that happens during backward, bucket by bucket.
         bucket_cap_mb: MiB (2²⁰ bytes) of parameters in a buffer of `flat`; a larger parameter gets
             its own.
@@ -149,7 +151,7 @@ class ShardedOptimizer(Optimizer):
             "overlap": overlap,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self.group, self.ranks, self.has_stepped = group, world_size(group), False
+        self.group, self.ranks, self.is_checked = group, world_size(group), False
         self.shards_whole = isinstance(strategy, str)
         self.inner: torch.optim.Optimizer | None = None
 
@@ -259,7 +261,12 @@ class ShardedOptimizer(Optimizer):
         """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
 
         float32, or float64 where a parameter is, as `lib.optimizer.adamw.grad_norm`.
+
+        Raises:
+            RuntimeError: as `finish_gradient_synchronization`.
+            ValueError: as `step`.
         """
+        self._check_values()
         if self.flat:
             self.flat.finish_gradient_synchronization()
         if isinstance(self.inner, AdamW):
@@ -291,7 +298,8 @@ class ShardedOptimizer(Optimizer):
         each rank scales its own part.
 
         Raises:
-            ValueError: `max_norm` is negative.
+            RuntimeError: as `finish_gradient_synchronization`.
+            ValueError: `max_norm` is negative; or as `step`.
         """
         norm = self.grad_norm()
         leaves = (shard.leaf for shard in self.shards)
@@ -314,13 +322,11 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: as `finish_gradient_synchronization`.
             TypeError: the inner optimizer does not know an option.
             ValueError: there is a closure; in the first step also if the values of parameters
-                differ between ranks.
+                differ between ranks, or gradients that are not averaged here.
         """
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure}; call backward before step")
-        if not self.has_stepped:
-            self._check_values()
-            self.has_stepped = True
+        self._check_values()
 
         # average gradients: reduce-scatter, unless that is done
         if self.flat:
@@ -338,20 +344,39 @@ class ShardedOptimizer(Optimizer):
             self.strategy.gather_parameters()
 
     def _check_values(self) -> None:
-        """Refuse parameters that differ between ranks, as they do in another order."""
-        if self.ranks == 1 or not self.shards_whole:
+        """Refuse, once, parameters or averaged gradients that differ between ranks.
+
+        Parameters do in another order, and gradients if nobody has averaged them. Clipping, which
+        comes after this, changes a rank's own part of them.
+        """
+        if self.is_checked or self.ranks == 1 or not self.shards_whole:
             return
         params = [param for group in self.param_groups for param in group["params"]]
-        first, *others = gather_objects(checksums(params), self.group)
+        grads = [] if self.flat and self.flat.reduces_gradients else [p.grad for p in params]
+        dense = [i for i, g in enumerate(grads) if g is not None and g.layout == torch.strided]
+        sums = dict(zip(dense, checksums(grads[i] for i in dense)))  # type: ignore[misc]  # not None
+        found = [(value, sums.get(number)) for number, value in enumerate(checksums(params))]
+        first, *others = gather_objects(found, self.group)
         for other, theirs in enumerate(others, start=1):
-            for number, pair in enumerate(zip(first, theirs)):
-                require(
-                    pair[0] == pair[1],
-                    f"parameters must be given in the same order and start with the same values on "
-                    f"all ranks, but parameter {number}, of shape {tuple(params[number].shape)}, "
-                    f"has other values on rank {other} than on rank 0; broadcast_module(module) or "
-                    "a wrapper of lib.ddp gives all ranks those of rank 0",
+            for number, (one, another) in enumerate(zip(first, theirs)):
+                where = (
+                    f"parameter {number}, of shape {tuple(params[number].shape)}, has other "
+                    f"{'values' if one[0] != another[0] else 'gradients'} on rank {other} than on "
+                    "rank 0"
                 )
+                require(
+                    one[0] == another[0],
+                    "parameters must be given in the same order and start with the same values on "
+                    f"all ranks, but {where}; broadcast_module(module) or a wrapper of lib.ddp "
+                    "gives all ranks those of rank 0",
+                )
+                require(
+                    one[1] == another[1],
+                    f"gradients must be averaged before step() and grad_norm(), but {where}; call "
+                    "finish_gradient_synchronization() of a wrapper of lib.ddp, or make the "
+                    "optimizer with strategy='flat' and reduces_gradients=True",
+                )
+        self.is_checked = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; on all ranks."""

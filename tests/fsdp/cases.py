@@ -419,6 +419,12 @@ def check_misuse_is_refused_by_name() -> None:
     # the module and its parts
     for act in (lambda: net(tokens), lambda: net.last(torch.ones(1, 4))):
         assert "must be called through its FSDP" in message_of(act)
+    # clipping by the norm of this rank's part
+    for params in (model.parameters(), model.whole_parameters()):
+        message = message_of(lambda: clip_grad_norm(params, 1.0))  # noqa: B023
+        if world_size() > 1:
+            assert message.startswith("ValueError: params must have whole gradients"), message
+            assert "call FSDP.clip_grad_norm(), which" in message, message
     # which may be read where the forward pass doesn't call them
     net.forward = lambda: net.last.weight.sum() + net.embedding.weight[tokens].sum()
     whole = model.full_parameters()

@@ -4,6 +4,7 @@ Most compare with an unsharded optimizer in one process, which sees both ranks' 
 """
 
 import copy
+import gc
 import itertools
 import tempfile
 from collections import Counter
@@ -369,7 +370,7 @@ def check_parameters_may_be_frozen_and_trained_later() -> None:
         module = frozen_from_the_start()
         made = made_of(module, ADAMW, **how)
         module.requires_grad_(True)
-        backward(module)
+        backward(module, 0)
         message = message_of(made.step)
         words = (
             "RuntimeError: a parameter of shape (8, 6) was frozen when the optimizer was created"
@@ -464,6 +465,50 @@ def check_parameters_in_another_order_or_with_other_values_are_refused() -> None
         assert "parameter 0 must be the same on all ranks, but is a float32 (3,)" in message
 
 
+def check_gradients_that_nobody_averages_are_refused_in_the_first_step() -> None:
+    words = (
+        "ValueError: gradients must be averaged before step() and grad_norm(), but parameter 0, of "
+        "shape (6, 4), has other gradients on rank 1 than on rank 0; call finish_gradient_sync"
+    )
+    for how in (HOWS["parameters"], HOWS["flat"]):
+        for act in ("step", "grad_norm"):
+            module = stack()
+            broadcast_module(module)
+            made = made_of(module, SGD, **how)
+            backward(module)
+            message = message_of(getattr(made, act))
+            assert message.startswith(words), message
+        # of a wrapper, but not finished
+        model = wrap("flat", stack())
+        made = made_of(model, SGD, **how)
+        backward(model)
+        assert message_of(made.step).startswith(words)
+        # clipped, a rank's part is not as on other ranks
+        model.finish_gradient_synchronization()
+        made.clip_grad_norm(1e-3)
+        made.step()
+
+
+def check_clipping_that_misses_the_shards_is_refused_by_name() -> None:
+    words = "ValueError: params must have whole gradients, but a parameter of shape (6, 4) has none"
+    for how in AVERAGING.values():
+        module = stack()
+        made = made_of(module, SGD, **how)
+        backward(module)
+        made.finish_gradient_synchronization()
+        message = message_of(lambda: clip_grad_norm(module.parameters(), 1.0))  # noqa: B023
+        assert message.startswith(words), message
+        assert "call ShardedOptimizer.clip_grad_norm()" in message, message
+        # a second one takes them over; errors hold the frames that raised them
+        made = made_of(module, SGD, **how)
+        gc.collect()
+        assert message_of(lambda: clip_grad_norm(module.parameters(), 1.0)) == message  # noqa: B023
+        del made
+        gc.collect()
+        backward(module, 0)
+        assert clip_grad_norm(module.parameters(), 1.0) > 0
+
+
 def check_gradients_that_a_wrapper_averages_are_not_averaged_again() -> None:
     words = "ValueError: reduces_gradients must be False for the parameters of a wrapper"
     for name, how in itertools.product(("flat", "overlap", TorchDDP), AVERAGING.values()):
@@ -533,7 +578,7 @@ def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
     for words, action in wrong.items():
         assert words in message_of(action), (words, message_of(action))
     # still in step
-    backward(module)
+    backward(module, 0)
     update(later)
     path = shared_folder() / "a file"
     on_first_rank(path.touch)
