@@ -72,10 +72,12 @@ class FlatParameters(Bucket):
         before_forward: called when a parameter is read that is not gathered.
         before_backward: called when backward needs a parameter, or has a gradient of one.
         flat_at: which flat parameters are gathered where, by their storage; shared by all.
+        messages: what was sent, in words, until ranks have compared it; shared by all.
     """
 
     before_forward: Callable[[], None]
     before_backward: Callable[[], None]
+    messages: list[str] | None = None
 
     def __init__(
         self,
@@ -199,6 +201,8 @@ class FlatParameters(Bucket):
         if self.ranks == 1:
             self.buffer.copy_(sent)
             return
+        if self.messages is not None:
+            self.messages.append(f"all-gather of {self.names[0]}")
         with annotate("all-gather"):
             work = all_gather(self.buffer, sent, group=self.group, async_op=True)
         self.gathering = work, sent
@@ -284,6 +288,8 @@ class FlatParameters(Bucket):
         self.mean = flat
         if self.ranks > 1:
             self.mean = flat.new_empty(self.slice_length)
+            if self.messages is not None:
+                self.messages.append(f"reduce-scatter of {self.names[0]}")
             with annotate("reduce-scatter"):
                 work = reduce_scatter(self.mean, flat, op=self.op, group=self.group, async_op=True)
             self.works, self.sent, self.means = [work], [flat], [self.mean]

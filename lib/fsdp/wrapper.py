@@ -45,7 +45,8 @@ in the next pass.
 
 **All ranks run the same blocks in the same order**, forward and backward; parameters inside a block
 may be unused on some if its outputs are tensors, in lists, dicts or dataclasses. A parameter
-without a gradient on any rank has none afterwards.
+without a gradient on any rank has none afterwards. Other orders hang, or mix up blocks of equal
+sizes. `finish_gradient_synchronization` compares them in the first step alone.
 
 **After an exception in backward** that is raised on all ranks, clear the gradients, through the
 optimizer or the model: the next forward pass starts anew. What was not averaged by then, also in
@@ -55,6 +56,7 @@ optimizer or the model: the next forward pass starts anew. What was not averaged
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,7 +66,7 @@ from torch import Tensor, nn
 
 from lib.core.settings import require
 from lib.ddp.flat import GradientSync, not_finished
-from lib.ddp.process_group import broadcast_module, rank, world_size
+from lib.ddp.process_group import broadcast_module, gather_objects, rank, world_size
 from lib.ddp.wrapper_base import Wrapper, inner_module
 from lib.fsdp.blocks import (
     Block,
@@ -149,6 +151,10 @@ class FSDP(GradientSync, Wrapper):
         # whether gradients of no_sync wait to be sent, and whether some were sent since the last
         # finish_gradient_synchronization
         self.has_unsent = self.must_finish = False
+        # what was sent since the last forward pass began, until ranks have compared it once
+        self.messages: list[str] | None = [] if self.ranks > 1 else None
+        for flat in self.flats:
+            flat.messages = self.messages
         # how tensors were saved for backward before this pass
         self.saving: Any = None
         self._add_hooks(module)
@@ -185,6 +191,8 @@ class FSDP(GradientSync, Wrapper):
             self.follow_shards()
             if self.must_finish:
                 raise not_finished("forward")
+            if self.messages is not None:
+                self.messages.clear()
             self.is_in_forward = True
             for flat in self.flats:
                 flat.put(flat.placeholders)
@@ -393,8 +401,13 @@ class FSDP(GradientSync, Wrapper):
         """Give every shard and vector its mean gradient; between backward and optimizer step.
 
         Gradients of passes in `no_sync` are averaged too. Called again, it changes nothing.
+
+        Raises:
+            ValueError: in the first step, if ranks ran other blocks or in another order.
         """
         self.settle()
+        if self.messages:
+            self._check_order(self.messages)
         # matrices: backward has sent their gradients, unless it ran in no_sync on all ranks
         if self.has_unsent:
             is_syncing, self.is_syncing = self.is_syncing, True
@@ -429,6 +442,21 @@ class FSDP(GradientSync, Wrapper):
             flat.seen.clear()
             flat.from_others.clear()
         self.must_finish = False
+
+    def _check_order(self, messages: list[str]) -> None:
+        """Refuse passes in which ranks ran different blocks; once."""
+        first, *others = gather_objects(messages, self.group)
+        for other, theirs in enumerate(others, start=1):
+            for one, another in itertools.zip_longest(first, theirs, fillvalue="end of the pass"):
+                require(
+                    one == another,
+                    "all ranks must run the same blocks in the same order, but rank 0 came to the "
+                    f"{one} when rank {other} came to the {another}; where a block has no inputs, "
+                    "run it on an empty batch",
+                )
+        self.messages = None
+        for flat in self.flats:
+            flat.messages = None
 
     def _average_vectors(
         self, vectors: list[nn.Parameter], flats: list[FlatParameters], has_grad: list[bool]

@@ -412,6 +412,34 @@ def check_what_cannot_be_divided_is_refused_by_name() -> None:
     assert net.last.weight.shape == (4, 4)
 
 
+class Experts(nn.Module):
+    """Two blocks of equal size, of which a pass runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.last = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.Linear(4, 4)
+        self.to(current_device())
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.last(self.experts[number](x)).sum()
+
+
+def check_ranks_that_run_different_blocks_are_refused_in_the_first_step() -> None:
+    x = torch.ones(1, 4, device=current_device())
+    model = FSDP(Experts(), prefetch=False)
+    # a pass before that is alike does not count
+    model(x, 0)
+    model(x, rank() % 2).backward()
+    assert message_of(model.finish_gradient_synchronization).startswith(
+        "ValueError: all ranks must run the same blocks in the same order, but rank 0 came to the "
+        "all-gather of experts.0.weight when rank 1 came to the all-gather of experts.1.weight"
+    )
+    model = FSDP(Experts())
+    for number in range(2):
+        model(x, number).backward()
+        model.finish_gradient_synchronization()
+
+
 def check_misuse_is_refused_by_name() -> None:
     tokens = torch.tensor([0, 3], device=current_device())
     net = Indexed()
