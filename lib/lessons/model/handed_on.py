@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 from lib.core.files import ROOT
@@ -26,16 +27,18 @@ def model_of_notebook_02() -> SimpleNamespace:
     """
     path = next(p for p in (Path(NOTEBOOK), ROOT / "notebooks" / NOTEBOOK) if p.is_file())
     names = read_functions(path)
-    given = [name for name in NEEDED if name not in EXERCISES]
-    if missing := ", ".join(name for name in given if name not in names):
-        raise NameError(f"{path} has no function {missing}; or its cell has a syntax error")
+    unread = f"{path.name}: no function {{}} could be read: is there a syntax error in its cell?"
+    for name in NEEDED:
+        if name not in names and name not in EXERCISES:
+            raise NameError(unread.format(f"`{name}`"))
     for name in EXERCISES:
         exercise = getattr(exercises, name)
-        text = f"{path.name} has no function {name}; or its cell has a syntax error"
+        text = unread.format(f"`{name}`")
         if name in names:
             text = verdict(exercise, names[name])
         if not text.startswith("right"):
-            names[name] = exercise.solve
+            is_block = exercise is exercises.block
+            names[name] = exercises.block_with(names) if is_block else exercise.solve
             # why, where there is an answer
             print(f"{name}: {text}\n" if text != NOT_ATTEMPTED else "", end="")
     whose(*(names[name] for name in EXERCISES))
@@ -43,28 +46,59 @@ def model_of_notebook_02() -> SimpleNamespace:
 
 
 def read_functions(path: Path) -> dict[str, Any]:
-    """Run a notebook's imports, functions and constants, and nothing else; return its names."""
-    found: list[ast.stmt] = []
+    """Run the definitions of a notebook that NEEDED functions use, and nothing else.
+
+    These are imports, functions, classes and assignments at the top level of cells.
+
+    Returns:
+        The names that they define.
+    """
+    found = definitions(path)
+    wanted, seen = ["*", *NEEDED], set[str]()
+    while wanted:
+        name = wanted.pop()
+        if name not in seen:
+            seen.add(name)
+            wanted += [n for code in found if name in stored(code) for n in looked_up(code)]
+    names: dict[str, Any] = {"__name__": path.stem}
+    for code in found:
+        if seen.intersection(stored(code)):
+            # it may be made of what is no definition; a call will say what is missing
+            with contextlib.suppress(NameError):
+                exec(code, names)
+    return names
+
+
+def definitions(path: Path) -> list[CodeType]:
+    """The imports, functions, classes and assignments of a notebook, each compiled."""
+    found = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         try:
             body = ast.parse("".join(cell["source"])).body if cell["cell_type"] == "code" else []
         except SyntaxError:
             # commands of Jupyter's, or a cell that is not finished
             continue
-        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef)
-        found += [part for part in body if isinstance(part, kinds) or is_constant(part)]
-    names: dict[str, Any] = {"__name__": path.stem}
-    for statement in found:
-        # a constant may be made of what was not run
-        allowed = (NameError,) if is_constant(statement) else ()
-        with contextlib.suppress(*allowed):
-            exec(compile(ast.Module([statement], []), path.name, "exec"), names)
-    return names
+        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+        for part in body:
+            if isinstance(part, (*kinds, ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                code = compile(ast.Module([part], []), path.name, "exec", dont_inherit=True)
+                # not `rotate = exercises.take(rotate)`
+                if isinstance(part, kinds) or stored(code).isdisjoint(NEEDED):
+                    found.append(code)
+    return found
 
 
-def is_constant(statement: ast.stmt) -> bool:
-    """Whether it is an assignment such as `HALF = 2` or `LATER = -math.inf`, without a call."""
-    computed = (ast.Call, ast.Subscript, ast.comprehension, ast.Await)
-    return isinstance(statement, ast.Assign) and not any(
-        isinstance(part, computed) for part in ast.walk(statement)
-    )
+def stored(code: CodeType) -> set[str]:
+    """The names that a statement defines; "*" for `from module import *`."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
+    return found | {"*"} if ("*",) in code.co_consts else found
+
+
+def looked_up(code: CodeType) -> set[str]:
+    """The names that a statement, and the functions in it, look up in the notebook."""
+    found = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME"
+    }
+    return found.union(*(looked_up(c) for c in code.co_consts if isinstance(c, CodeType)))

@@ -11,7 +11,7 @@ from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
 from lib.model.llama import pairs_to_halves
 from lib.model.transformer import RotaryEmbedding, TransformerBlock
-from tests.lessons.answers.table import right, wrong
+from tests.lessons.answers.table import right, wrong, wrong_edit
 
 
 @right(exercises.cross_entropy_loss)
@@ -140,3 +140,20 @@ def scales_its_weights(x, w_q, *given):
     out = exercises.attention.solve(x, w_q, *given)
     w_q /= 2
     return out
+
+
+wrong_edit(exercises.attention, "position (", "-math.inf", "-100")
+
+
+@wrong(exercises.backward, "a value passed its gradient on 1,000 times; it must do so once")
+def along_each_way_by_itself(result, passed=1.0):
+    result.grad += passed
+    for parent, derivative in result.parents:
+        along_each_way_by_itself(parent, passed * derivative)
+
+
+@wrong(exercises.rotate, "layout 'halves' is not written yet")
+def only_pairs(x, theta, layout):
+    if layout == "pairs":
+        return exercises.rotate.solve(x, theta, layout)
+    raise NotImplementedError

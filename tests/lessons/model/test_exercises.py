@@ -9,6 +9,7 @@ from lib.lessons.exercise import draw_inputs
 from lib.lessons.model.exercises import (
     attention,
     backward,
+    block,
     cross_entropy_loss,
     evaluate_formula,
     frequencies_of,
@@ -16,6 +17,7 @@ from lib.lessons.model.exercises import (
     missed_percent,
     previous_token_head,
     rotate,
+    take,
     weights_by_distance,
 )
 from lib.model.transformer import RotaryEmbedding
@@ -37,6 +39,16 @@ def test_expected_values_are_finite_and_the_first_inputs_fit_on_a_line(exercise)
     inputs = draw_inputs(exercise, 0)
     assert all(arguments[0].numel() <= 40 for arguments in inputs[:5])
     assert all(exercise.solve(*arguments).isfinite().all() for arguments in inputs)
+
+
+def test_the_solutions_block_calls_the_attention_of_the_page(capsys):
+    calls = []
+    page = {"attention": lambda x, *_: calls.append(x) or x}
+    exec("def block(*_):\n    raise NotImplementedError", page)
+    taken = take(page["block"])
+    taken(*draw_inputs(block, 0)[0])
+    assert len(calls) == 1
+    assert taken.__module__ == block.solve.__module__  # `whose` calls it the solution
 
 
 def test_the_weight_on_the_token_before_is_that_of_rotated_vectors():

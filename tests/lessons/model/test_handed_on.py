@@ -44,6 +44,37 @@ def saved(tmp_path, monkeypatch):
     return save
 
 
+# what an answer uses besides functions: a class, a helper made by a call, a lambda, an assignment
+OWN_ATTENTION = """
+import functools as ft
+from dataclasses import dataclass
+
+
+@dataclass
+class Scale:
+    head_dim: int
+
+    def __call__(self, scores):
+        return scores * self.head_dim ** POWER
+
+
+POWER = -1
+POWER /= 2
+sm = lambda scores: scores.softmax(-1)
+lower = ft.partial(torch.tril, diagonal=0)
+
+
+def attention(x, w_q, w_k, w_v, w_out, num_heads, rope):
+    head_dim = len(w_q) // num_heads
+    q, k, v = (split_heads(x @ w.T, head_dim) for w in (w_q, w_k, w_v))
+    scores = Scale(head_dim)(rope(q) @ rope(k).mT)
+    later = lower(torch.ones(scores.shape[-2:])) == 0
+    CALLS.append(len(x))
+    return (sm(scores.masked_fill(later, -math.inf)) @ v).transpose(1, 2).flatten(-2) @ w_out.T
+
+
+CALLS = []
+"""
 SOLUTIONS = "rotate: the solution, attention: the solution, block: the solution\n"
 OWN_BLOCK = """
 def block(x, w, num_heads, rope):
@@ -88,7 +119,8 @@ def test_the_model_is_libs_with_open_exercises_and_without_a_copy(saved, is_save
         ({"block": OWN_BLOCK}, "", "attention: the solution, block: yours\n"),
         (
             {"rotate": "def rotate(x, theta:\n    return x"},
-            "rotate: 02_model.ipynb has no function rotate; or its cell has a syntax error",
+            "rotate: 02_model.ipynb: no function `rotate` could be read: is there a syntax error "
+            "in its cell?",
             SOLUTIONS,
         ),
     ],
@@ -108,7 +140,16 @@ def test_right_answers_are_taken_and_wrong_ones_are_not(sources, begins, ends, s
         assert model.block.__globals__["attention"] is model.attention
 
 
+def test_the_solutions_block_calls_the_readers_attention(saved, capsys):
+    saved(attention=OWN_ATTENTION)
+    model = model_of_notebook_02()
+    assert capsys.readouterr().out == SOLUTIONS.replace("on: the solution", "on: yours")
+    model.attention.__globals__["CALLS"].clear()
+    model.transformer(model.init_weights(SHAPE, seed=0), torch.randint(40, (2, 16)), SHAPE)
+    assert model.attention.__globals__["CALLS"] == [2]
+
+
 def test_a_cell_that_cannot_be_read_is_named(saved):
     saved(init_weights="def init_weights(settings, seed:\n    return {}")
-    with pytest.raises(NameError, match=r"02_model.ipynb has no function init_weights"):
+    with pytest.raises(NameError, match=r"no function `init_weights` could be read"):
         model_of_notebook_02()
