@@ -27,7 +27,8 @@ from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdic
 from lib.lessons.exercise import exercise as declare
 from lib.lessons.mesh import context as mesh_context
 from lib.lessons.ranks import Threads
-from lib.lessons.tokenizer.exercises import encode_ranked, merge
+from lib.lessons.tokenizer.exercises import encode_text
+from lib.lessons.tokenizer.exercises import merge_pair as merge
 from lib.tokenizer.bpe import merge_pair
 from tests.lessons.interpreter import no_overflow_checks
 from tests.lessons.speedrun.toy import plain_on_paper, race_on_paper
@@ -210,7 +211,7 @@ def test_rounding_and_the_kind_of_sequence_or_dtype_do_not_count(result, expecte
 @pytest.mark.parametrize("text", ["pair", "not there"])
 def test_a_mistake_is_an_edit_of_text_that_occurs_once(text):
     exercise = Exercise(merge.solve, merge.draw, mistakes=f"{text} => triple | wrong")
-    with pytest.raises(ValueError, match=f"'{text}' must occur once in merge, found"):
+    with pytest.raises(ValueError, match=f"'{text}' must occur once in merge_pair, found"):
         exercise.wrong_functions()
 
 
@@ -360,9 +361,9 @@ def test_a_stub_that_is_half_done_is_not_attempted():
 
 def test_inputs_are_fresh_and_can_be_repeated():
     # the first input is often the empty text
-    first = verdict(encode_ranked, lambda *_: None)
-    assert any(verdict(encode_ranked, lambda *_: None) != first for _ in range(40))
-    assert len({verdict(encode_ranked, lambda *_: None, seed=3) for _ in range(5)}) == 1
+    first = verdict(encode_text, lambda *_: None)
+    assert any(verdict(encode_text, lambda *_: None) != first for _ in range(40))
+    assert len({verdict(encode_text, lambda *_: None, seed=3) for _ in range(5)}) == 1
 
 
 def catch_everything(*given):

@@ -42,8 +42,7 @@ int(layer), int(head) => int(head), int(layer)
     | layer and head are returned in the wrong order
 return int(layer), int(head) => return int(means.argmax())
     | this is the number of the head among all; `np.unravel_index` makes a pair of it
-int(layer), int(head) => int(layer) + 1, int(head) + 1
-    | layers and heads are counted from 1; count from 0
+mean(axis=-1) => max(axis=-1) | the largest weight of a head counts; take the mean of all
 means = weights[:, :, queries, queries - 1].mean(axis=-1) =>
     means = (weights[:, :, 1:].argmax(axis=-1) == queries - 1).mean(axis=-1)
     | it is counted how often the token before gets the most; average its weight

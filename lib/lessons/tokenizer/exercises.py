@@ -16,7 +16,8 @@ import regex
 
 from lib.lessons.exercise import check_of, difference, exercise
 from lib.lessons.tokenizer.texts import python_manual, small_ranks
-from lib.tokenizer.bpe import Tokenizer, count_pretokens, merge_pair, train_from_counts
+from lib.tokenizer import bpe
+from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import split_pretokens
 
 check = check_of(__name__)
@@ -38,7 +39,7 @@ def _draw_merge(generator: random.Random, size: int) -> tuple:
 
 
 @exercise("warm-up", _draw_merge)
-def merge(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
+def merge_pair(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
     merged, i = [], 0
     while i < len(ids):
         if tuple(ids[i : i + 2]) == tuple(pair):
@@ -50,17 +51,17 @@ def merge(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
     return merged
 
 
-merge.mistakes = """
+merge_pair.mistakes = """
 i += 2 => i += 2 - (tuple(ids[i + 1 : i + 3]) == tuple(pair))
     | overlapping pairs are merged twice; in [1, 1, 1] the middle 1 belongs to one pair only
 i += 2 => i += 1 | the second id of a merged pair stays; after a merge, step over both
 i < len(ids) => i < len(ids) - 1 | the last id gets lost where no pair ends the list
 tuple(ids[i : i + 2]) == tuple(pair) => ids[i : i + 2] == tuple(pair)
-    | nothing is merged in a list; a list slice never equals a tuple
+    | nothing is merged in a list; a list never equals a tuple
 return merged => ids[:] = merged; return ids
     | the list that is given is changed; others need it, and it may be a tuple
-return merged => return merge_pair(ids[::-1], pair[::-1], new_id)[::-1]
-    | the merging runs from right to left; [1, 1, 1] becomes [9, 1], not [1, 9]
+tuple(ids[i : i + 2]) == tuple(pair) => list(ids[i : i + 2]) == tuple(pair)
+    | nothing is merged; a list never equals a tuple
 """
 
 
@@ -77,7 +78,7 @@ def _draw_training(generator: random.Random, size: int) -> tuple:
 
 
 @exercise("core", _draw_training, trials=60)
-def train(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, bytes]]:
+def learn_merges(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, bytes]]:
     vocab = {byte: bytes([byte]) for byte in range(256)}
     words, merges = {tuple(word): count for word, count in counts.items()}, []
     for new_id in range(256, 256 + num_merges):
@@ -91,11 +92,11 @@ def train(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, byt
         left, right = vocab[best[0]], vocab[best[1]]
         vocab[new_id] = left + right
         merges.append((left, right))
-        words = {tuple(merge_pair(word, best, new_id)): count for word, count in words.items()}
+        words = {tuple(bpe.merge_pair(word, best, new_id)): count for word, count in words.items()}
     return merges
 
 
-train.mistakes = """
+learn_merges.mistakes = """
 (pairs[pair], vocab[pair[0]], vocab[pair[1]]) => pairs[pair]
     | among equally frequent pairs the first one found is merged; take the one whose bytes come last
     in the alphabet
@@ -166,7 +167,7 @@ def train_fast(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes
         for i in holders[pair]:
             for old in pairwise(words[i]):
                 changes[old] -= weights[i]
-            words[i] = merge_pair(words[i], pair, new_id)
+            words[i] = bpe.merge_pair(words[i], pair, new_id)
             for new in pairwise(words[i]):
                 changes[new] += weights[i]
                 holders[new].add(i)
@@ -219,7 +220,7 @@ class Ranks(dict):
 
 
 @exercise("core", _draw_awkward, trials=100)
-def encode_ranked(text: str, ranks: Mapping[bytes, int]) -> list[int]:
+def encode_text(text: str, ranks: Mapping[bytes, int]) -> list[int]:
     ids = []
     for pretoken in split_pretokens(text):
         parts = [bytes([byte]) for byte in pretoken.encode()]
@@ -234,7 +235,7 @@ def encode_ranked(text: str, ranks: Mapping[bytes, int]) -> list[int]:
     return ids
 
 
-encode_ranked.mistakes = """
+encode_text.mistakes = """
 min(known => max(known | the token learned last comes first; take the lowest rank
 min(known, key=ranks.get) => known[0]
     | tokens are built from left to right; the lowest rank comes first, wherever it is

@@ -91,10 +91,11 @@ mean / (1 - beta1**step) => mean && square / (1 - beta2**step) => square
 mean_hat = mean => mean_hat = state["mean"] = mean
     && square_hat = square => square_hat = state["square"] = square
     | the corrected moments are kept for the next step; keep the uncorrected ones
-step = state["step"] = state.get("step", 0) + 1 => step = 1
-    | every step counts as the first; keep the number of steps in `state`
-square_hat.sqrt() + eps => (square_hat + eps).sqrt()
-    | eps is added inside the root; add it to the root
+step = state["step"] = state.get("step", 0) + 1 =>
+    step = state.get("step", 0); state["step"] = step + 1
+    | steps are counted from 0, which makes 0 / 0 of the first; count from 1
+square_hat.sqrt() + eps => square_hat + eps
+    | the root is missing; divide by the root of the second moment
 lr * weight_decay * weight => weight_decay * weight
     | the decay lacks the learning rate; shrink by 1 - lr * weight_decay
 """
@@ -118,6 +119,8 @@ def draw_training(generator: random.Random, size: int) -> tuple:
 
 def heavy_ball(weight: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:
     """An update rule that shows a gradient of the wrong size, and whose state it is."""
+    if "mean" in state and state["mean"].shape != weight.shape:
+        raise ValueError("the state is that of another weight; each has a state of its own")
     state["mean"] = 0.5 * state.get("mean", 0) + gradient
     return weight - lr * state["mean"]
 
@@ -182,13 +185,15 @@ def train(
 train.mistakes = """
 weight.grad = None => pass
     | gradients are never cleared, so each step also follows those of all steps before
-loss.backward() => torch.autograd.backward(loss * accumulate)
-    | gradients of the small batches are added up but not divided by their number
-(weights.values(), max_norm) => (weights.values(), math.inf) | nothing is clipped
+loss_of(weights, x, y) / accumulate => loss_of(weights, x, y)
+    | losses and gradients of the small batches are added up but not divided by their number
+x, y = next(batches) => x, y = next(batches); [setattr(w, "grad", None) for w in weights.values()]
+    | gradients are cleared before each small batch, so only those of the last one are left
 states[name], rate => {}, rate
     | every update begins with an empty state; make the states once, before the loop
-loss.backward() => torch.autograd.backward(loss);
-    torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)
+total += loss.item() => total += loss.item();
+    norm = torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)
+    && norm = torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)  # clip => pass
     | gradients are clipped after each small batch; clip once, their mean
 weight.copy_(update(weight, weight.grad, states[name], rate)) =>
     weight = update(weight, weight.grad, states[name], rate)

@@ -36,7 +36,7 @@ def split_by_minbpe(text):
     )
 
 
-@right(exercises.encode_ranked)
+@right(exercises.encode_text)
 def tiktoken_ids(text, ranks, special=()):
     encoding = tiktoken.Encoding(
         "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
@@ -44,7 +44,7 @@ def tiktoken_ids(text, ranks, special=()):
     return encoding.encode(text, allowed_special="all")
 
 
-@right(exercises.train)
+@right(exercises.learn_merges)
 @right(exercises.train_fast)
 def learn_as_lib(counts, num_merges):
     return train_from_counts(counts, 256 + num_merges)[1]
@@ -53,7 +53,7 @@ def learn_as_lib(counts, num_merges):
 right(exercises.choose_tokens)(exercises.plain_training)
 
 
-@wrong(exercises.merge)
+@wrong(exercises.merge_pair)
 def merge_and_filter(ids, pair, new_id):
     """Right for most ids, but not where one is 0."""
     ids = list(ids)
@@ -63,7 +63,7 @@ def merge_and_filter(ids, pair, new_id):
     return [token for token in ids if token]
 
 
-@wrong(exercises.merge)
+@wrong(exercises.merge_pair)
 def merge_in_place(ids, pair, new_id):
     """Right for most pairs, but not of one id twice."""
     ids = list(ids)
@@ -79,7 +79,7 @@ def train_and_stop_early(counts, num_merges):
     """The plain loop, pasted, with a look at whether anything is left."""
     if not any(len(word) > 1 for word in counts):
         return []
-    return exercises.train.solve(counts, num_merges)
+    return exercises.learn_merges.solve(counts, num_merges)
 
 
 TOO_FEW = "'at most 20% worse than plain training': yours False, expected True"
@@ -105,6 +105,6 @@ for group in ("'([sdmt]|ll|ve|re)", "('(?i:[sdmt]|ll|ve|re))"):
     wrong(exercises.split_gpt4, cure)(lambda text, p=PATTERN: regex.findall(p, text))
 
 
-@wrong(exercises.train, "it changes `counts`")
+@wrong(exercises.learn_merges, "it changes `counts`")
 def empties_counts(counts, num_merges):
-    return exercises.train.solve({word: counts.pop(word) for word in [*counts]}, num_merges)
+    return exercises.learn_merges.solve({word: counts.pop(word) for word in [*counts]}, num_merges)

@@ -129,6 +129,14 @@ def loss_as_a_tensor(weights, loss_of, batches, rates, update, on_step, *_, **__
     on_step(loss_of(weights, *next(batches)), 1.0)
 
 
+@wrong(exercises.train, "the state is that of another weight; each has a state of its own")
+def one_state_for_all(weights, loss_of, batches, rates, update, *given, **more):
+    state = {}
+    exercises.train.solve(
+        weights, loss_of, batches, rates, lambda w, g, _, lr: update(w, g, state, lr), *given
+    )
+
+
 @wrong(exercises.resume, "call make_run() twice")
 def whole_run_at_once(make_run, before, after):
     run = make_run()

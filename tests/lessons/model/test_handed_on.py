@@ -150,6 +150,6 @@ def test_the_solutions_block_calls_the_readers_attention(saved, capsys):
 
 
 def test_a_cell_that_cannot_be_read_is_named(saved):
-    saved(init_weights="def init_weights(settings, seed:\n    return {}")
+    saved(init_weights="def init_weights(config, seed:\n    return {}")
     with pytest.raises(NameError, match=r"no function `init_weights` could be read"):
         model_of_notebook_02()

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from types import FunctionType
 
 import pytest
 import torch
@@ -42,9 +41,10 @@ def test_a_first_loss_of_25_needs_logits_as_large_as_the_page_says():
     std, variance = said(r"standard deviation is about ([\d.]+), a variance of (\d+)")
     assert std**2 == pytest.approx(variance, abs=1)
     assert mean_first_loss(std, int(vocab_size)) == pytest.approx(loss, abs=0.3)
-    # what log V + s²/2 gives, far outside of where it holds
-    (overstated,) = said(r"log V \+ s²/2 would say (\d+)")
-    assert mean_first_loss(overstated**0.5, int(vocab_size)) < loss - 1
+    # from log V + s²/2, far outside of where it holds
+    (inferred,) = said(r"would infer a variance of (\d+); .* overstates the loss, and 32 is needed")
+    assert inferred == pytest.approx(2 * (loss - math.log(vocab_size)), abs=1)
+    assert mean_first_loss(inferred**0.5, int(vocab_size)) < loss - 1
 
 
 def test_scores_and_values_are_half_of_the_layers_flops_at_six_times_the_width():
@@ -70,24 +70,21 @@ def steps_to_learn_by_heart(
     """Steps until the page's model has a loss below 0.1 on one batch of random tokens."""
     page = {"math": math, "torch": torch, "attention": attention, "rotate": rope}
     needed = ("rms_norm", "swiglu", "init_weights", "transformer", "learn_by_heart")
-    # what the block calls
-    block = exercises.block.solve
-    page["block"] = FunctionType(block.__code__, block.__globals__ | {"attend": attention})
+    page["block"] = exercises.block_with(page)
     for name in needed:
         exec(
             re.search(rf"^def {name}\(.*?(?=^\S|\Z)", PAGE.source, re.DOTALL | re.MULTILINE)[0],
             page,
         )
     shape = {"vocab_size": 500, "context_length": 32, "d_model": 64, "num_layers": 2}
-    settings = ModelConfig(**shape, num_heads=4, d_ff=176)
-    weights = page["init_weights"](settings, seed=0)
+    config = ModelConfig(**shape, num_heads=4, d_ff=176)
     tokens = torch.randint(500, (4, 33), generator=torch.Generator().manual_seed(0))
 
-    def loss_of():
-        logits = page["transformer"](weights, tokens[:, :-1], settings)
+    def loss_of(weights):
+        logits = page["transformer"](weights, tokens[:, :-1], config)
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    losses = page["learn_by_heart"](loss_of, list(weights.values()), 60)
+    losses = page["learn_by_heart"](loss_of, page["init_weights"](config, seed=0), 60)
     assert losses[-1] < 0.1
     return sum(loss >= 0.1 for loss in losses)
 

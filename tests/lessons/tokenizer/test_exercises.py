@@ -11,9 +11,9 @@ from lib.lessons.exercise import draw_inputs
 from lib.lessons.tokenizer import figures
 from lib.lessons.tokenizer.exercises import (
     choose_tokens,
-    encode_ranked,
+    encode_text,
     fewest_tokens,
-    merge,
+    merge_pair,
     plain_training,
     tokens_needed,
 )
@@ -23,7 +23,7 @@ from tests.lessons.answers.tokenizer import tiktoken_ids
 
 
 def test_inputs_start_short_and_hold_an_empty_one():
-    inputs = draw_inputs(merge, 0)
+    inputs = draw_inputs(merge_pair, 0)
     assert max(len(repr(arguments)) for arguments in inputs[:5]) < 150
     assert any(not arguments[0] for arguments in inputs)
 
@@ -48,7 +48,7 @@ def test_gpt2s_ranks_and_stored_ids_are_those_of_tiktoken():
     for text, ids in gpt2_ids().items():
         assert tiktoken_ids(text, ranks, special) == ids
         if SEPARATOR not in text:
-            assert encode_ranked.solve(text, ranks) == ids
+            assert encode_text.solve(text, ranks) == ids
 
 
 def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():

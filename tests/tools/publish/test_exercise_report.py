@@ -17,17 +17,17 @@ SET_UP = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 from lib.lessons.tokenizer import exercises"""
 RIGHT = """def merge_pairs(ids, pair, new_id):
-    return exercises.merge_pair(ids, pair, new_id)
-exercises.check(merge_pairs, "merge")"""
+    return exercises.merge_pair.solve(ids, pair, new_id)
+exercises.check(merge_pairs, "merge_pair")"""
 STUB = """def split_gpt4(text):
     raise NotImplementedError
 exercises.check(split_gpt4)"""
-WRONG = """def merge(ids, pair, new_id):
+WRONG = """def merge_pair(ids, pair, new_id):
     return ids
-exercises.check(merge)"""
+exercises.check(merge_pair)"""
 BROKEN = """def merge_twice(ids, pair, new_id)
-    return merge(ids, pair, new_id)
-exercises.check(merge_twice, "merge")"""
+    return merge_pair(ids, pair, new_id)
+exercises.check(merge_twice, "merge_pair")"""
 
 
 TAMPERED = (
@@ -35,7 +35,7 @@ TAMPERED = (
     """def split_gpt4(text):
     return text.split()
 exercises.check(split_gpt4)""",
-    """def merge(ids, pair, new_id):
+    """def merge_pair(ids, pair, new_id):
     return ids
 print("right: as expected")""",
 )
@@ -60,7 +60,7 @@ def test_each_exercise_passed_failed_was_left_or_was_blocked(folder, tmp_path, c
     assert {answer["exercise"]: answer["result"] for answer in answers} == {
         "merge_pairs": "passed",
         "split_gpt4": "not attempted",
-        "merge": "failed",
+        "merge_pair": "failed",
         "merge_twice": "blocked",
     }
     assert "1 passed, 1 not attempted, 1 failed, 1 blocked" in capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_an_exercise_whose_check_was_overwritten_or_removed_stays_in_the_table(
     assert {answer["exercise"]: answer["result"] for answer in answers} == {
         "merge_pairs": "missing",
         "split_gpt4": "tampered",
-        "merge": "missing",
+        "merge_pair": "missing",
         "merge_twice": "missing",
     }
 
