@@ -20,6 +20,7 @@ height of a figure of its own, in inches.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize, to_rgb
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.path import Path
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
 
 from lib.core.figures import BLUE, COLORS, GRAY, GRID, INK, MARKERS, PAPER, STYLE
 
@@ -41,6 +44,9 @@ SHADES = LinearSegmentedColormap.from_list("shades", [PAPER, "#8FC1E3", BLUE, "#
 MOST_FRAMES = 200
 # The width of a letter in a box, in inches.
 LETTER = 0.07
+# Directions from a point to its name, the best ones first, and how a name is aligned there.
+AROUND = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+SIDES = {0: ("center", "center"), 1: ("left", "bottom"), -1: ("right", "top")}
 
 Size = tuple[float, float]
 Styles = Mapping[Any, Mapping[str, Any]]
@@ -362,18 +368,43 @@ def roofline(
 
 
 def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write the name of each point beside it, one below the other where points are close."""
+    """Write each name in the nearest free place around its point, with a line to it from afar."""
     axes.figure.draw_without_rendering()
-    placed: list[tuple[float, float]] = []
+    roof_and_ridge = [line.get_path().transformed(line.get_transform()) for line in axes.lines[:2]]
+    centers = [axes.transData.transform(point) for point in points.values()]
+    taken = [Bbox([center - 8, center + 8]) for center in centers]
+    taken += [text.get_window_extent() for text in axes.texts]
+
+    def is_free(marker: Bbox, box: Bbox) -> bool:
+        """Whether a name fits in `box`, and nothing is between it and its point."""
+        center = np.mean(marker, 0)
+        way = Path([center, np.clip(center, box.min, box.max)])
+        others = [other for other in taken if not other.contains(*center)]
+        return (
+            axes.bbox.contains(*box.min)
+            and axes.bbox.contains(*box.max)
+            and not box.count_overlaps(taken)
+            and not any(line.intersects_bbox(box, filled=False) for line in roof_and_ridge)
+            and not any(way.intersects_bbox(other) for other in others)
+        )
+
+    how: dict = {"textcoords": "offset points", "fontsize": 9}
+    markers = dict(zip(points, taken))
     for name, point in sorted(points.items(), key=lambda item: -item[1][1]):
-        x, y = axes.transData.transform(point)
-        text_y = y
-        while any(abs(a - x) < 160 and abs(b - text_y) < 15 for a, b in placed):
-            text_y -= 1
-        placed.append((x, text_y))
-        offset = (9, (text_y - y) * 72 / axes.figure.dpi)
-        how: dict = {"textcoords": "offset points", "va": "center", "fontsize": 9}
-        axes.annotate(name, point, offset, **how)
+        for away, (right, up) in itertools.product(range(8, 120, 8), AROUND):
+            sides = {"ha": SIDES[right][0], "va": SIDES[up][1]}
+            text = axes.annotate(name, point, (away * right, away * up), **sides, **how)
+            box = text.get_window_extent().padded(2)
+            if is_free(markers[name], box):
+                break
+            text.remove()
+        else:
+            away, right, up = 8, 1, 0
+            axes.annotate(name, point, (8, 0), va="center", **how)
+        taken.append(box)
+        if away > 8:
+            line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 5}
+            axes.annotate("", point, (away * right, away * up), arrowprops=line, **how)
 
 
 def ink_on(color: Any) -> str:
@@ -389,9 +420,10 @@ def _canvas(axes: Axes | None, size: Size, title: str, xlabel: str, ylabel: str)
     with plt.rc_context(STYLE):
         if axes is None:
             _, axes = plt.subplots(figsize=size)
-        yield axes
+        # first, since what measures the axes needs room for them
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title, fontsize=11)
+        yield axes
         if is_new:
             plt.show()
 

@@ -113,3 +113,28 @@ def test_the_roof_bends_at_the_ridge():
 def test_heat_refuses_what_is_no_matrix():
     with pytest.raises(ValueError, match=r"values must have rows and columns, got shape \(3,\)"):
         heat([1, 2, 3], **LABELS)
+
+
+CROWD = {"residual sum": (0.08, 1.4e9), "RoPE": (0.38, 2.7e9), "RMSNorm": (0.5, 2.4e9)}
+CROWD |= {"softmax": (0.63, 2.2e9), "scores": (11, 98e9), "values": (11, 74e9)}
+CROWD |= {"q, k, v projection": (44, 132e9), "down projection": (43, 128e9)}
+
+
+def test_each_name_in_a_roofline_is_beside_its_own_point_or_joined_to_it():
+    roofline(219e9, 47.7e9, CROWD, title="", legend="direct")
+    axes = plt.gca()
+    axes.figure.draw_without_rendering()
+    joined = {text.xy for text in axes.texts if not text.get_text() and text.arrow_patch}
+    names = {text.get_text(): text for text in axes.texts if text.get_text() in CROWD}
+    assert names.keys() == CROWD.keys()
+    boxes = {name: text.get_window_extent() for name, text in names.items()}
+    centers = {name: axes.transData.transform(text.xy) for name, text in names.items()}
+    for name, box in boxes.items():
+        others = [box for other, box in boxes.items() if other != name]
+        assert not box.count_overlaps(others), name
+        assert not any(box.padded(5).contains(*center) for center in centers.values()), name
+        away = {
+            other: np.hypot(*(center - np.clip(center, box.min, box.max)))
+            for other, center in centers.items()
+        }
+        assert names[name].xy in joined or away[name] < 20, name
