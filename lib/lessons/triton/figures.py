@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
 from matplotlib.patches import Patch, Rectangle
 
 from lib.core.figures import GRAY, INK, VERMILLION
@@ -95,17 +96,22 @@ def _draw_cells(
             for place in memory.place(access.offsets).tolist():
                 if place >= 0 and access.program not in programs.setdefault(place, []):
                     programs[place].append(access.program)
-    small = {"ha": "center", "va": "center", "fontsize": fontsize, "color": INK}
+    # outside of the layout, and all cells at once: a thousand single ones would take seconds
+    small = {"ha": "center", "va": "center", "fontsize": fontsize, "color": INK, "in_layout": False}
+    cells, colors = [], []
     for place in range(rows * columns):
         row, column = divmod(place, columns)
         found = programs.get(place, [])
         color = TINTS[found[0] % len(TINTS)] if found else "white"
         if len(found) > 1:
             color = VERMILLION if kind == "store" else GRAY
-        axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="#8a8f98", lw=0.5))
+        cells.append(Rectangle((column, row), 1, 1))
+        colors.append(color)
         if found and rows * columns <= 600:
             text = f"×{len(found)}" if len(found) > 1 else str(found[0])
             axes.text(column + 0.5, row + 0.5, text, **small)
+    how = {"facecolors": colors, "edgecolors": "#8a8f98", "linewidths": 0.5}
+    axes.add_collection(PatchCollection(cells, **how), autolim=False)
     touched, masked = _outside(run, name, kind)
     for offsets, style in (
         (touched, {"facecolor": VERMILLION, "hatch": "///", "edgecolor": "white"}),
