@@ -66,9 +66,9 @@ scores - new_m => scores - scores.max()
     | the tile's exponentials are relative to its own maximum; use the maximum so far
 torch.maximum(m, scores.max()) => scores.max()
     | the maximum is the last tile's; keep the larger of it and the one so far
-torch.exp(m - new_m) * l + torch.exp(scores - new_m).sum() =>
-    torch.exp(m - new_m) * (l + torch.exp(scores - new_m).sum())
-    | the new tile's exponentials are rescaled too; only the sum so far is out of date
+torch.exp(m - new_m) * l => torch.exp(m) / torch.exp(new_m) * l
+    | the factor is a quotient of two exponentials, and both may overflow, or both be 0; subtract
+    first: exp(m - new_m)
 torch.exp(m - new_m) * l + torch.exp(scores - new_m) => l + torch.exp(scores)
     | no maximum is subtracted inside exp, so large scores overflow
 """
@@ -166,11 +166,10 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, BQ: int, BK: int) -> tuple[Te
 
 tiled_forward.mistakes = """
 shrink[:, None] * O => O | the output so far is not rescaled when the maximum grows
-shrink * l + => l +
-    | the sum so far is not rescaled when the maximum grows; it needs the same factor as the output
+O / l[:, None] => O | the output is not divided by the sum of its row, l, at the end
 m = new_m => pass | the maximum is not carried on: the next tile needs m = new_m
-S.amax(1) => S.max()
-    | the maximum is that of the whole tile; each row has its own, S.amax(1)
+q.new_full((len(Q),), -math.inf) => q.new_zeros(len(Q))
+    | the maximum begins at 0; where all scores of a row are far below, their exponentials are all 0
 / math.sqrt(D)  # (BQ, BK) => | the scores are not divided by the root of D
 m + torch.log(l) => torch.log(l) | lse lacks the maximum: it is m + log(l)
 """
@@ -218,9 +217,7 @@ delta[i : i + BQ, None] => (P * (dO @ V.T)).sum(1)[:, None]
 dS @ K / math.sqrt(D) => dS @ K && dS.T @ Q / math.sqrt(D) => dS.T @ Q
     | neither dQ nor dK is divided by the root of D; the scale comes in the scores, and once more
     at the end
-torch.exp(Q @ K.T / math.sqrt(D) - lse[i : i + BQ, None]) =>
-    torch.softmax(Q @ K.T / math.sqrt(D), 1)
-    | P is a softmax over the keys of a tile; exp(S - lse) has the sum of the whole row
+dO @ V.T - delta => dO @ V.T + delta | delta is added; dS is P ∘ (dP - delta)
 grad_q[i : i + BQ] += => grad_q[i : i + BQ] = | each tile of keys overwrites dQ; add to it
 grad_k[j : j + BK] += => grad_k[j : j + BK] = && grad_v[j : j + BK] += => grad_v[j : j + BK] =
     | each tile of queries overwrites dK and dV; add to them

@@ -58,8 +58,7 @@ def flash_forward(
 
 flash_forward.mistakes = """
 out * shrink[:, None] => out | the output so far is not rescaled when the maximum grows
-l * shrink + => l +
-    | the sum so far is not rescaled when the maximum grows; it needs the same factor as the output
+* scale  # (BQ, BK) => | the scores are not multiplied by scale
 m - new_m) => new_m - m)
     | all is NaN because the earlier sums are rescaled the wrong way round (the factor is exp(old
     maximum - new maximum)), or a mask is multiplied by infinity (0 · inf is NaN; use tl.where)
@@ -165,8 +164,7 @@ def backward_queries(
 
 backward_queries.mistakes = """
 - delta[:, None] => | delta is missing: dS is P ∘ (dP - delta)
-grad_p - delta[:, None] => grad_p - tl.sum(p * grad_p, 1)[:, None]
-    | delta is summed over the keys of this tile; the one that is loaded covers the whole row
+- delta[:, None] => + delta[:, None] | delta is added; dS is P ∘ (dP - delta)
 p = tl.where(key[None, :] <= query[:, None], p, 0.0) => pass
     | there is no mask; hidden weights are 0
 - lse[:, None] => | lse is missing: P is exp(S - lse)
@@ -226,7 +224,7 @@ key[:, None] <= query[None, :] => key[:, None] >= query[None, :]
     | the mask is that of (queries, keys); these scores are (keys, queries)
 - lse[None, :] => | lse is missing: P is exp(S - lse)
 grad_k * scale => grad_k | dK is not scaled: S is scale · Q Kᵀ
-grad_v, mask => grad_v * scale, mask | dV is scaled too; no scale is between O and V
+- delta[None, :] => + delta[None, :] | delta is added; dS is P ∘ (dP - delta)
 grad_k_ptr + k_rows, grad_k * scale => grad_k_ptr + k_rows, grad_v
     && grad_v_ptr + k_rows, grad_v, => grad_v_ptr + k_rows, grad_k * scale,
     | dK and dV are exchanged; dS gives dK, and P gives dV

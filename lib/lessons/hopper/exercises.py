@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -17,11 +18,15 @@ take = check_of(__name__, returns=True)
 
 
 def dealt(deal: Callable, work: Sequence[int], programs: int) -> Named:
-    """The tiles of all programs, and the work of the busiest."""
+    """The tiles of all programs, the work of the busiest, and whether long tiles come first."""
     hands = deal(work, programs)
     busiest = max(sum(work[tile] for tile in hand) for hand in hands)
     tiles = sorted(tile for hand in hands for tile in hand)
-    return Named(programs=len(hands), tiles=tiles, busiest=AtMost(busiest))
+    is_sorted = all(
+        work[tile] >= work[after] for hand in hands for tile, after in itertools.pairwise(hand)
+    )
+    order = {"in each hand, longer tiles come before shorter ones": is_sorted}
+    return Named(programs=len(hands), tiles=tiles, busiest=AtMost(busiest), **order)
 
 
 @exercise("core", {"work": lists(ints(1, 32), 4, 24), "programs": ints(2, 6)}, harness=dealt)
@@ -35,12 +40,18 @@ def deal(work: Sequence[int], programs: int) -> list[list[int]]:
 
 
 deal.mistakes = """
-busy.index(min(busy)) => tile % programs
+busy.index(min(busy)) => sum(map(len, hands)) % programs
     | tiles go round in turn, whatever is still to do; give each to the program that is free first
+busy.index(min(busy)) => tile % programs
+    && sorted(range(len(work)), key=lambda tile: -work[tile]) => range(len(work))
+    | tiles go round in turn, in their own order; the longest come first, and each goes to the
+    program that is free first
 sorted(range(len(work)), key=lambda tile: -work[tile]) => range(len(work))
     | tiles are dealt in their own order; the longest come first, and short ones fill gaps
 -work[tile] => work[tile] | the shortest tiles come first, and a long one at the end runs alone
 .append(tile) => .append(work[tile]) | hands hold the work of tiles; return their numbers
+[[] for _ in range(programs)] => [[]] * programs
+    | all programs share one list: `[[]] * n` is n times the same
 """
 
 

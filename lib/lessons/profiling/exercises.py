@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math  # noqa: F401 (a mistake uses it)
 import random
 import statistics
@@ -70,8 +71,9 @@ gpu.wait()  # for the warm-up => pass
     | the warm-up is not waited for, so that its work counts in the first sample
 range(warmup) => range(0) && range(samples) => range(warmup + samples)
     | the warm-up is timed too; its runs must not count
-statistics.median => statistics.mean
-    | the mean is returned; one slow run moves it, so take the median
+statistics.median => statistics.median_high
+    | the higher of the two middle times is returned; for an even number of samples the median is
+    their mean
 statistics.median => statistics.median_low
     | the lower of the two middle times is returned, as torch.median does; for an even number of
     samples the median is their mean
@@ -88,14 +90,15 @@ def on_drifting_machine(interleaved: Callable, costs: list[int], rounds: int) ->
     """Times and order of calls, on a machine on which each call is slower than the one before."""
     now, order = 0, []
 
-    def run(number: int) -> None:
+    def run(cost: int) -> None:
         nonlocal now
-        order.append(number)
-        now += costs[number] + len(order)
+        order.append(cost)
+        now += cost + len(order)
 
-    runs = [lambda number=number: run(number) for number in range(len(costs))]
-    times = interleaved(runs, rounds, lambda: now)
-    return Named({"order of calls": order, "times": times})
+    # of equal costs: the same function, twice
+    functions = {cost: functools.partial(run, cost) for cost in costs}
+    times = interleaved([functions[cost] for cost in costs], rounds, lambda: now)
+    return Named({"costs in the order of calls": order, "times": times})
 
 
 @exercise(
@@ -126,10 +129,20 @@ times[number].append => times[order.index(number)].append
     differ
 [[] for _ in runs] => [[]] * len(runs)
     | all functions share one list: `[[]] * n` is n times the same
+[[] for _ in runs] => {run: [] for run in runs}
+    && times[number].append => times[runs[number]].append
+    && return times => return list(times.values())
+    | times are kept by function, but the same function may come twice; keep a list for each place
 """
 
 
 # Who waits for whom: the hidden .item()
+
+
+def draw_batches(generator: random.Random, size: int) -> tuple:
+    # now and then all losses are negative
+    shift = generator.choice([0, 0, -150])
+    return ([shift + batch for batch in lists(ints(0, 50), 3, 17)(generator, size)],)
 
 
 def on_toy_trainer(train: Callable, batches: list[int]) -> Named:
@@ -148,7 +161,7 @@ def loop_ms(train: Callable) -> float:
 
 @exercise(
     "core",
-    {"batches": lists(ints(0, 50), 3, 17)},
+    draw_batches,
     harness=on_toy_trainer,
     measure=loop_ms,
     # a running sum and maximum are right; a GPU that idles while all batches are loaded is not
@@ -172,6 +185,7 @@ losses = [gpu.step(gpu.load(batch)) for batch in batches] =>
     comparison, or by reading the loss of the step before
 / len(values) => | the mean is a sum; divide by the number of batches
 max( => min( | the smallest loss is returned, not the largest
+max(values) => max(0.0, *values) | the largest begins at 0, but losses may be negative
 loss.item() for => loss for
     | the results are still on the device; read them with `.item()` at the end
 """

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from lib.lessons.differences import AtMost, Named
 
 # Peaks in % of a plain loop's, in steps so coarse that the reader's own `Checkpoint` and PyTorch's
-# come out the same. The first is what the exercise asks for.
-PEAKS = (50, 64, 75, 95, 999)
+# come out the same. The first is what the exercise asks for; the last is as much or more.
+PEAKS = (50, 64, 75, 95, 100)
 
 
 def make_stack(num_blocks: int, width: int, seed: int) -> nn.ModuleList:
@@ -113,7 +113,8 @@ def run_stack(forward: Callable, stack: Stack) -> Named:
     found["runs of a block"] = AtMost(max(runs))
     if result.requires_grad:
         percent = 100 * peak_bytes(forward, blocks, x) / peak_bytes(plain, blocks, x)
-        found["peak, % of a plain loop's"] = AtMost(next(p for p in PEAKS if percent <= p))
+        step = next((peak for peak in PEAKS if percent <= peak), PEAKS[-1])
+        found["peak, % of a plain loop's"] = AtMost(step)
     return found
 
 

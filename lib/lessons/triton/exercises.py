@@ -75,7 +75,8 @@ first = program // programs * group => first = program // programs
     | groups begin one row after the other; each has `group` rows
 inside // height => inside // group
     | the last group has fewer rows, and so has each of its columns: divide by its height
-group * columns => group * rows | a group has as many columns as the matrix has; you take its rows
+first + inside % height, inside // height => inside // height, first + inside % height
+    | row and column are exchanged; the row comes first
 first + inside % height => inside % height | every group is the first; add where it begins
 """
 

@@ -117,15 +117,15 @@ add_bias.mistakes = """
 rows[:, None] * N => rows[:, None] * M
     | the stride is wrong: from a row to the next it is N elements, not M
 (rows < M)[:, None] => (rows >= 0)[:, None]
-    | rows are not masked: their mask is missing, or joined by `and` where `&` belongs
+    | rows are not masked: their mask is missing, joined by `and` where `&` belongs, or without the
+    parentheses that `&` needs around each comparison
 & (columns < N)[None, :] => & (columns >= 0)[None, :]
     | columns are not masked, so that a tile reaches into the next row
 (rows < M)[:, None] & (columns < N)[None, :] => offsets < M * N
     | the mask only knows where the matrix ends: mask rows and columns, each by its own
 columns, mask=columns < N) => columns) | the load of the bias has no mask
-tl.program_id(0) * ROWS => tl.program_id(1) * ROWS
-    && tl.program_id(1) * COLUMNS => tl.program_id(0) * COLUMNS
-    | the two axes of the grid are mixed up
+rows[:, None] * N => rows[:, None] * COLUMNS
+    | the stride is wrong: COLUMNS is the width of a tile, and from a row to the next it is N
 """
 
 
@@ -157,8 +157,8 @@ columns[None, :] * M => columns[None, :] * N
 columns[None, :] * M + rows[:, None] => rows[:, None] * N + columns[None, :]
     | the elements are stored where they were, not transposed
 columns[None, :] * M + rows[:, None] => columns[:, None] * M + rows[None, :]
-    | the offsets in y are those of a tile that was turned around, but x was not; give them the
-    shape of x
+    | the offsets in y are those of a tile that was turned around, but x or the mask was not; turn
+    all three, or none
 rows[:, None] * N => rows[:, None] * M | the stride of x is wrong: a row of x has N elements
 tl.program_id(0) * BLOCK => tl.program_id(1) * BLOCK
     && columns = tl.program_id(1) * BLOCK => columns = tl.program_id(0) * BLOCK
@@ -275,8 +275,7 @@ range(0, N, BLOCK):  # once more => range(start, N, BLOCK):
 other=0.0)  # adds nothing => )
     | `other=0.0` is missing: lanes that are off hold anything, and are added up
 squares += => squares = | each tile starts the sum anew; add to it
-squares / N => squares / BLOCK
-    | the sum of squares is divided by BLOCK, not by the N elements of the row
+squares / N => squares | the sum of squares is not divided by N: take the mean
 tl.sqrt(squares / N + eps) => (tl.sqrt(squares / N) + eps) | eps is added outside of the root
 """
 
@@ -326,7 +325,8 @@ total = tl.dot => total += tl.dot
     | the total is added twice: tl.dot adds to it already, so = and not +=
 start + tl.arange(0, DEPTH) => tl.arange(0, DEPTH)
     | each step takes the first DEPTH elements: k begins at start
-, input_precision="ieee" => | tl.dot rounds a and b to TF32: give it input_precision
+& (k < K)[None, :] =>
+    | K is not masked: its last tile reaches beyond the end of a row of a, or of a column of b
 mask=a_mask, other=0.0 => mask=a_mask
     | `other=0.0` is missing: lanes that are off hold anything, and are multiplied
 """

@@ -28,6 +28,17 @@ def by_a_heap(work, programs):
     return hands
 
 
+@wrong(exercises.deal, "longer tiles come before shorter ones: yours False, expected True")
+def short_tiles_first_in_each_hand(work, programs):
+    return [hand[::-1] for hand in exercises.deal.solve(work, programs)]
+
+
+@wrong(exercises.deal, "It looks as if tiles go round in turn, whatever is still to do")
+def sorted_and_round_robin(work, programs):
+    order = sorted(range(len(work)), key=lambda tile: -work[tile])
+    return [order[program::programs] for program in range(programs)]
+
+
 @wrong(exercises.deal)
 def a_tile_left_out(work, programs):
     first, *others = exercises.deal.solve(work, programs)

@@ -197,6 +197,11 @@ def two_at_a_time(blocks, x):
     return x
 
 
+@wrong(exercises.forward, "yours 100, at most 50\n  It looks as if nothing is checkpointed")
+def a_plain_loop(blocks, x):
+    return nn.Sequential(*blocks)(x)
+
+
 @wrong(exercises.forward, "It looks as if the whole stack is one checkpoint")
 def all_in_one(blocks, x):
     return in_checkpoints(blocks, x, len(blocks))
