@@ -64,7 +64,8 @@ class DataParallel(InOrder, Wrapper):
 
     On several ranks, backward raises if a gradient is sparse, or grows after its all-reduce has
     started, and names the parameter. If backward raises on one rank, all ranks must either handle
-    it or fail; the next forward pass first finishes what was started, and clears all gradients.
+    it or fail; the next forward pass first finishes what was started, and clears all gradients. A
+    rank on which no gradient had arrived cannot know of it, and must fail.
 
     Args:
         module: on its device, in its dtype, with frozen parameters already frozen.
