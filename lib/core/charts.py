@@ -400,7 +400,8 @@ def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
             text.remove()
         else:
             away, right, up = 8, 1, 0
-            axes.annotate(name, point, (8, 0), va="center", **how)
+            text = axes.annotate(name, point, (8, 0), va="center", **how)
+            box = text.get_window_extent().padded(2)
         taken.append(box)
         if away > 8:
             line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 5}

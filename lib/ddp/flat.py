@@ -262,6 +262,8 @@ class InOrder(GradientSync):
         # ids of parameters whose gradients arrived since the last synchronization, in that order
         self.arrived: dict[int, None] = {}
         self.is_in_backward = False
+        # on, too, once an error has ended it
+        self.is_finishing = False
         # buckets in the order in which they are sent, empty until all ranks agree; how many were
         self.order: list[Bucket] = []
         self.num_sent = 0
@@ -346,6 +348,7 @@ class InOrder(GradientSync):
         if not self.params:
             return
 
+        self.is_finishing = True
         with annotate(self.collective):
             # send what backward did not, in the first step all
             if not self.order:
@@ -371,7 +374,7 @@ class InOrder(GradientSync):
             bucket.missing = len(bucket.params)
         self.arrived.clear()
         self.absent, self.presence = [], None
-        self.num_sent, self.is_in_backward = 0, False
+        self.num_sent, self.is_in_backward, self.is_finishing = 0, False, False
 
     def _complete_buckets(self) -> None:
         """Complete the buckets that were not sent, with zeros where a gradient is missing."""

@@ -328,8 +328,8 @@ def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerErro
     stopped = [r for r in ranks if r not in (*ended, *failures)]
     if failure["summary"].startswith("TimeoutError") and stopped and not is_named:
         others = f" (not called by rank {', '.join(map(str, stopped))})"
-    elif returned:
-        others = f" (had returned by then: rank {', '.join(map(str, sorted(returned)))})"
+    elif others_returned := sorted({*returned} - {rank}):
+        others = f" (had returned by then: rank {', '.join(map(str, others_returned))})"
     message = f"rank {rank} of {len(ranks)} raised {failure['summary']}{others}"
     return WorkerError(f"{message}\n\n{failure['traceback']}", rank)
 

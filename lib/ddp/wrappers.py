@@ -118,7 +118,8 @@ class DataParallel(InOrder, Wrapper):
         Raises:
             RuntimeError: the gradients of the last backward pass were not synchronized.
         """
-        if self.arrived and not self.is_in_backward:
+        # where an error ended either, no step has been taken, and the weights are right
+        if self.arrived and not (self.is_in_backward or self.is_finishing):
             raise not_finished("state_dict()")
         return super().state_dict(*args, **kwargs)
 

@@ -107,7 +107,7 @@ class FlatParameters(Bucket):
         for param in self.shards:
             mark_sharded(param)
         if self.ranks > 1:
-            clip_with(self, Placeholder.clipped_by[0], self.shards)
+            clip_with(self, Placeholder.clipped_by, self.shards, has_part=True)
         self._make_placeholders()
 
         # whole gradients that were added up without being sent
@@ -378,8 +378,8 @@ class Placeholder(nn.Parameter):
 
     flat: Any
     number: int
-    # see `lib.optimizer.adamw.clip_with`
-    clipped_by = "FSDP.clip_grad_norm", 0
+    # see `lib.optimizer.adamw.clip_grad_norm`
+    clipped_by = "FSDP.clip_grad_norm"
 
     def __new__(cls, flat: Any, index: int) -> Placeholder:
         """Make it for parameter `index` of `flat`."""

@@ -421,11 +421,11 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor
     # one norm of all gradients together, so that clipping keeps their direction
     params = [params] if isinstance(params, Tensor) else list(params)
     for param in params:
-        mark = getattr(param, "clipped_by", None)
-        if mark is not None:
+        method, has_part, _ = CLIPPED_BY.get(id(param), (getattr(param, "clipped_by", ""), True, 0))
+        if method and (has_part or param.grad is None):
             raise ValueError(
                 f"params must have whole gradients, but a parameter of shape {tuple(param.shape)} "
-                f"has none or a part, as ranks share them; call {mark[0]}(), which adds up the "
+                f"has none or a part, as ranks share them; call {method}(), which adds up the "
                 "norm over the ranks"
             )
     norm = grad_norm(params)
@@ -433,23 +433,31 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor
     return norm
 
 
-def clip_with(owner: Any, method: str, params: list[Any]) -> None:
+# Id of a parameter -> what clips it, whether its gradient is a part, and whose it is. No attribute
+# of it, which would be saved with a module.
+CLIPPED_BY: dict[int, tuple[str, bool, int]] = {}
+
+
+def clip_with(owner: Any, method: str, params: list[Any], *, has_part: bool) -> None:
     """Have `clip_grad_norm` refuse parameters whose gradients ranks share, while `owner` lives.
 
     Args:
         method: what clips them, for the message.
+        has_part: whether a gradient is a part; otherwise it is whole until it is shared, and then
+            None.
     """
-    mark = method, id(owner)
+    mark = method, has_part, id(owner)
     for param in params:
-        param.clipped_by = mark
+        CLIPPED_BY[id(param)] = mark
+    # holds the parameters until then, so that no other has their ids
     weakref.finalize(owner, _clip_again, mark, params).atexit = False  # type: ignore[misc]  # settable
 
 
-def _clip_again(mark: tuple[str, int], params: list[Any]) -> None:
+def _clip_again(mark: tuple[str, bool, int], params: list[Any]) -> None:
     for param in params:
         # another owner may have them by now
-        if getattr(param, "clipped_by", None) == mark:
-            del param.clipped_by
+        if CLIPPED_BY.get(id(param)) == mark:
+            del CLIPPED_BY[id(param)]
 
 
 @torch.no_grad()

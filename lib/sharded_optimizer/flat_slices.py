@@ -99,7 +99,7 @@ class FlatSlices(InOrder):
         # trained ones fill buckets in reverse order, about that in which gradients arrive
         trained = [param for param in reversed(params) if param.requires_grad]
         if self.reduces_gradients:
-            clip_with(self, "ShardedOptimizer.clip_grad_norm", trained)
+            clip_with(self, "ShardedOptimizer.clip_grad_norm", trained, has_part=False)
         for filled in fill_buckets(trained, cap_bytes=self.cap_bytes):
             bucket = FlatBucket(filled, self.group)
             # what of this rank's slice belongs to which parameter

@@ -517,3 +517,6 @@ def test_verdicts_are_kept_where_a_report_asks_for_them(tmp_path, monkeypatch, c
 def test_what_a_check_refuses_is_said_in_its_own_words():
     text = verdict(CHECKED["model.attention"], lambda x, *given: x.detach())
     assert text.splitlines()[1].startswith("  autograd can't follow it")
+    # and what its code meets in a result stays an error
+    text = verdict(CHECKED["hopper.deal"], lambda work, programs: [*range(programs)])
+    assert "it raised TypeError: 'int' object is not iterable" in text

@@ -74,7 +74,8 @@ def forward_and_backward(
     """What a rank computes, and whether it still holds whole matrices when backward begins."""
     shard, own_x = whole.chunk(ranks.count)[ranks.number].clone(), x[ranks.number]
     matrix = d_ff * x.shape[-1]
-    with Made({matrix, 2 * matrix}) as matrices:
+    # on two ranks a shard is as large as a matrix
+    with Made({matrix, 2 * matrix} - {shard.numel()}) as matrices:
         y, backward = mlp(own_x, shard, d_ff, ranks)
     found = Named(y=y.detach().clone())
     # what forward gathered must not be used again

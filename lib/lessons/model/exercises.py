@@ -287,10 +287,11 @@ def draw_attention(generator: random.Random, size: int) -> tuple:
     x = draw_tensor(generator, batch, length, d_model)
     width = num_heads * head_dim
     w_q, w_k, w_v = (draw_tensor(generator, width, d_model) / d_model for _ in range(3))
-    # some scores so large that a mask of -100 does not hide them
-    w_q = w_q * generator.choice([1, 1, 1, 30])
+    rope = generator.choice([identity, scaled_by_position])
+    # some scores so large that a mask of -100 does not hide them, but not for all to be rounded
+    w_q = w_q * generator.choice([1, 1, 30] if rope is identity else [1])
     w_out = draw_tensor(generator, d_model, width)
-    return x, w_q, w_k, w_v, w_out, num_heads, generator.choice([identity, scaled_by_position])
+    return x, w_q, w_k, w_v, w_out, num_heads, rope
 
 
 def identity(x: Tensor) -> Tensor:

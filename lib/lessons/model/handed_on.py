@@ -64,7 +64,7 @@ def read_functions(path: Path) -> dict[str, Any]:
     for code in found:
         if seen.intersection(stored(code)):
             # it may be made of what is no definition; a call will say what is missing
-            with contextlib.suppress(NameError):
+            with contextlib.suppress(Exception):
                 exec(code, names)
     return names
 
@@ -81,7 +81,11 @@ def definitions(path: Path) -> list[CodeType]:
         kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
         for part in body:
             if isinstance(part, (*kinds, ast.Assign, ast.AnnAssign, ast.AugAssign)):
-                code = compile(ast.Module([part], []), path.name, "exec", dont_inherit=True)
+                try:
+                    code = compile(ast.Module([part], []), path.name, "exec", dont_inherit=True)
+                except SyntaxError:
+                    # `await`, which only a notebook has
+                    continue
                 # not `rotate = exercises.take(rotate)`
                 if isinstance(part, kinds) or stored(code).isdisjoint(NEEDED):
                     found.append(code)

@@ -188,7 +188,8 @@ def _student_of(path: Path, lessons: Sequence[Path]) -> str:
     name = re.sub(r" ?\(\d+\)$", "", path.stem)
     if lesson:
         name = re.sub(lesson.stem, "", name, flags=re.IGNORECASE).strip(" _-")
-    return name or "without a name"
+    # without a name, files are told apart by theirs
+    return name or path.stem
 
 
 def grade(submission: Submission, *, seconds: float, root: Path = ROOT) -> list[dict[str, Any]]:

@@ -10,11 +10,9 @@ from tests.lessons.answers.table import right, right_edit, wrong, wrong_edit
 HELD, USED = ("del w1, w2", "held = {}"), ("* (h > 0)", "* (h > 0 * len(held))")
 for what in ("[x, h, shard]", "{'y': y, 'both': torch.cat([h, h.relu()])}"):
     right_edit(exercises.sharded_mlp, HELD[0], HELD[1].format(what), *USED)
-for what in ("w1", "w1[:1]", "w1.clone()"):
-    told = (
-        "rank 0, still holds a whole matrix when backward begins: yours True, expected False\n"
-        "  It looks as if backward gathers again, but holds"
-    )
+STILL = "rank 0, still holds a whole matrix when backward begins: yours True, expected False"
+LOOKS = "\n  It looks as if backward gathers again, but holds"
+for what, told in {"w1": STILL + LOOKS, "w1[:1]": STILL + LOOKS, "w1.clone()": STILL}.items():
     wrong_edit(exercises.sharded_mlp, told, HELD[0], HELD[1].format(what), *USED)
 
 

@@ -149,6 +149,13 @@ def test_the_solutions_block_calls_the_readers_attention(saved, capsys):
     assert model.attention.__globals__["CALLS"] == [2]
 
 
+def test_what_a_reader_has_tried_out_does_not_matter(saved, capsys):
+    tried = "text = await fetch()\nscale = open('/no/file').read()\n" + OWN_ROTATE
+    saved(rotate=tried.replace("* turns", "* turns + 0 * len(scale)"))
+    model_of_notebook_02()
+    assert "rotate: not yet" in capsys.readouterr().out
+
+
 def test_a_cell_that_cannot_be_read_is_named(saved):
     saved(init_weights="def init_weights(config, seed:\n    return {}")
     with pytest.raises(NameError, match=r"no function `init_weights` could be read"):

@@ -131,6 +131,10 @@ def test_of_several_versions_the_newest_counts(book, capsys):
     (found,) = find_submissions(folder, (), book)
     assert (found.student, found.path) == ("ada", folder / names[0])
     assert capsys.readouterr().out.count("ada handed in 01_lesson more than once") == 2
+    for name in ("01_lesson.ipynb", "01_lesson (1).ipynb"):
+        write(folder / name, *RIGHT)
+    # work of several students
+    assert len(find_submissions(folder, (), book)) == 3
 
 
 def test_every_student_is_found_and_what_is_missing_is_named(book, capsys, monkeypatch):
