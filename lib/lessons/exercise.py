@@ -325,7 +325,7 @@ def _changed(exercise: Exercise, given: tuple, left: tuple, solution_left: tuple
 
 
 def _names_of(exercise: Exercise, arguments: tuple) -> list[str] | None:
-    """What the arguments are called in the harness or the function; None for those of a kernel."""
+    """The names of the arguments in the harness or the function; None for those of a kernel."""
     return next((names for names in _signatures(exercise) if len(names) == len(arguments)), None)
 
 
