@@ -404,6 +404,10 @@ def _loaded_state(param: Tensor, number: int, saved: dict[str, Tensor]) -> dict[
 
 # Gradients: their norm, and clipping
 
+# Id of a parameter -> what clips it, whether its gradient is a part, and whose it is. No attribute
+# of it, which would be saved with a module.
+CLIPPED_BY: dict[int, tuple[str, bool, int]] = {}
+
 
 @torch.no_grad()
 def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
@@ -431,11 +435,6 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor
     norm = grad_norm(params)
     scale_gradients(params, clip_coefficient(norm, max_norm))
     return norm
-
-
-# Id of a parameter -> what clips it, whether its gradient is a part, and whose it is. No attribute
-# of it, which would be saved with a module.
-CLIPPED_BY: dict[int, tuple[str, bool, int]] = {}
 
 
 def clip_with(owner: Any, method: str, params: list[Any], *, has_part: bool) -> None:

@@ -47,13 +47,13 @@ def entry_of(
     return new_record(figures, device=device)
 
 
-def read_entries(folder: Path = FOLDER) -> list[dict[str, Any]]:
+def read_entries(path: Path = FOLDER) -> list[dict[str, Any]]:
     """The entries in a folder, a file each, or in one file.
 
     Raises:
         ValueError: a file holds another kind of record.
     """
-    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [folder]
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     found = [(file, record) for file in files for record in read_records(file)]
     for file, record in found:
         is_entry = {"entry", "class", "runs"} <= record.get("figures", {}).keys()
